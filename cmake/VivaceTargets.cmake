@@ -1,0 +1,44 @@
+# What every target of this project has in common, and a function per kind of target.
+
+add_library(vivace_options INTERFACE)
+target_include_directories(vivace_options INTERFACE ${CMAKE_SOURCE_DIR}/include ${CMAKE_SOURCE_DIR})
+target_compile_options(vivace_options INTERFACE -Wall -Wextra -Wno-missing-field-initializers -fno-omit-frame-pointer)
+target_compile_definitions(vivace_options INTERFACE
+  FMT_HEADER_ONLY=1 SPDLOG_FMT_EXTERNAL=1 VIVACE_VERSION="${PROJECT_VERSION}"
+  # One SIMD variant above the baseline per architecture that was tested; more cost compile time.
+  "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
+target_link_options(vivace_options INTERFACE -Wl,--as-needed)
+if(VIVACE_SANITIZE STREQUAL "address")
+  target_compile_options(vivace_options INTERFACE -fsanitize=address,undefined -fno-sanitize-recover=all)
+  target_link_options(vivace_options INTERFACE -fsanitize=address,undefined)
+elseif(VIVACE_SANITIZE STREQUAL "thread")
+  target_compile_options(vivace_options INTERFACE -fsanitize=thread)
+  target_link_options(vivace_options INTERFACE -fsanitize=thread)
+elseif(NOT VIVACE_SANITIZE STREQUAL "")
+  message(FATAL_ERROR "VIVACE_SANITIZE is ${VIVACE_SANITIZE}, needs address, thread or nothing")
+endif()
+
+# vivace_library(layer [RECURSE] DEPENDS ...): the static library vivace_<layer> from src/<layer>.
+function(vivace_library layer)
+  cmake_parse_arguments(ARG "RECURSE" "" "DEPENDS" ${ARGN})
+  if(ARG_RECURSE)
+    file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${layer}/*.cc)
+  else()
+    file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${layer}/*.cc)
+  endif()
+  if(sources)
+    add_library(vivace_${layer} STATIC ${sources})
+    target_link_libraries(vivace_${layer} PUBLIC vivace_options ${ARG_DEPENDS} PRIVATE ${VIVACE_HIGHWAY_LIBRARY})
+  else()
+    add_library(vivace_${layer} INTERFACE)
+    target_link_libraries(vivace_${layer} INTERFACE vivace_options ${ARG_DEPENDS})
+  endif()
+endfunction()
+
+# vivace_program(name folder DEPENDS ...): build/bin/<name> from <folder>.
+function(vivace_program name folder)
+  cmake_parse_arguments(ARG "" "" "DEPENDS" ${ARGN})
+  file(GLOB sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/${folder}/*.cc)
+  add_executable(${name} ${sources})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPENDS})
+endfunction()
