@@ -6,7 +6,10 @@ target_compile_options(vivace_options INTERFACE -Wall -Wextra -Wno-missing-field
 target_compile_definitions(vivace_options INTERFACE
   FMT_HEADER_ONLY=1 SPDLOG_FMT_EXTERNAL=1 VIVACE_VERSION="${PROJECT_VERSION}"
   # One SIMD variant above the baseline per architecture that was tested; more cost compile time.
-  "HWY_DISABLED_TARGETS=(HWY_SSSE3|HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
+  "HWY_DISABLED_TARGETS=(HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64")
+  target_compile_options(vivace_options INTERFACE -march=x86-64-v2)  # the baseline: SSSE3 vectors and popcnt
+endif()
 target_link_options(vivace_options INTERFACE -Wl,--as-needed)
 if(VIVACE_SANITIZE STREQUAL "address")
   target_compile_options(vivace_options INTERFACE -fsanitize=address,undefined -fno-sanitize-recover=all)

@@ -26,8 +26,8 @@ enum class Code : int32_t {
 std::string_view name_of(Code code);
 
 /// Success, or a code and a message. Success is a null pointer, so returning it is free.
-/// A message is one sentence that starts with the place ("rms_norm: ", "config.json: ") and names the argument, its
-/// value and what would fit.
+/// A message is one sentence that starts with the place ("rms_norm: ", "config.json: ") and names the
+/// argument, its value and what would fit.
 class Status {
  public:
   Status() = default;
@@ -57,8 +57,8 @@ class Status {
 template <class T>
 class Result {
  public:
-  Result(T value) : value_(std::make_unique<T>(std::move(value))) {}    // NOLINT: implicit on purpose
-  Result(Status status) : status_(std::move(status)) {                  // NOLINT: implicit on purpose
+  Result(T value) : value_(std::make_unique<T>(std::move(value))) {}  // NOLINT: implicit on purpose
+  Result(Status status) : status_(std::move(status)) {                // NOLINT: implicit on purpose
     if (status_.ok()) status_ = Status(Code::internal, "a Result was made from a successful Status");
   }
 
@@ -80,12 +80,13 @@ class Result {
 }  // namespace vivace
 
 /// Returns from the enclosing function when `expression` (a Status) is an error.
-#define VIVACE_TRY(expression)                                        \
-  do {                                                                \
+#define VIVACE_TRY(expression)                                                              \
+  do {                                                                                      \
     if (::vivace::Status vivace_try_ = (expression); !vivace_try_.ok()) return vivace_try_; \
   } while (0)
 
-/// Declares or assigns `target` from `expression` (a Result), or returns its error from the enclosing function.
+/// Declares or assigns `target` from `expression` (a Result), or returns its error from the enclosing
+/// function.
 #define VIVACE_TRY_ASSIGN(target, expression) \
   VIVACE_TRY_ASSIGN_(target, expression, VIVACE_JOIN_(vivace_result_, __LINE__))
 #define VIVACE_TRY_ASSIGN_(target, expression, name) \

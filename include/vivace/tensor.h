@@ -9,8 +9,8 @@
 
 namespace vivace {
 
-/// Element types. Block formats (q*) are GGUF's: `block_elements` weights share `block_bytes` bytes along the last
-/// dimension. The numbers are part of the C ABI and never change.
+/// Element types. Block formats (q*) are GGUF's: `block_elements` weights share `block_bytes` bytes along the
+/// last dimension. The numbers are part of the C ABI and never change.
 enum class DType : uint8_t {
   none = 0,
   f32 = 1,
@@ -34,8 +34,12 @@ struct DTypeInfo {
 };
 
 DTypeInfo info_of(DType dtype);
-inline std::string_view name_of(DType dtype) { return info_of(dtype).name; }
-inline bool is_block_format(DType dtype) { return info_of(dtype).block_elements > 1; }
+inline std::string_view name_of(DType dtype) {
+  return info_of(dtype).name;
+}
+inline bool is_block_format(DType dtype) {
+  return info_of(dtype).block_elements > 1;
+}
 /// The type of that name ("bf16", "q4_1", ...), or DType::none.
 DType dtype_from_name(std::string_view name);
 
@@ -44,9 +48,9 @@ std::string_view name_of(Device device);
 
 /// A view of memory that somebody else owns: pointer, type, shape and strides. Copying it copies the view.
 ///
-/// Strides count elements (for block formats too, where the last stride is 1 and the others are multiples of the
-/// block). An absent optional tensor is a default-constructed one: `present()` is false. A tensor with no elements may
-/// have a null pointer.
+/// Strides count elements (for block formats too, where the last stride is 1 and the others are multiples of
+/// the block). An absent optional tensor is a default-constructed one: `present()` is false. A tensor with no
+/// elements may have a null pointer.
 struct Tensor {
   static constexpr int kMaxRank = 5;
 
@@ -74,10 +78,13 @@ struct Tensor {
   Tensor rows(int64_t begin, int64_t count) const;
 
   template <class T>
-  T* as() const { return static_cast<T*>(data); }
+  T* as() const {
+    return static_cast<T*>(data);
+  }
 };
 
-/// "bf16[4, 576]" with strides when they are not contiguous, "absent" when not present; for messages and logs.
+/// "bf16[4, 576]" with strides when they are not contiguous, "absent" when not present; for messages and
+/// logs.
 std::string to_string(const Tensor& tensor);
 
 }  // namespace vivace

@@ -6,7 +6,8 @@
 
 #include "vivace/status.h"
 
-// Errors with a formatted message. The message starts with the place and names the argument, its value and what fits.
+// Errors with a formatted message. The message starts with the place and names the argument, its value and
+// what fits.
 
 namespace vivace {
 

@@ -4,16 +4,26 @@ namespace vivace {
 
 std::string_view name_of(Code code) {
   switch (code) {
-    case Code::ok: return "ok";
-    case Code::invalid_argument: return "invalid_argument";
-    case Code::unsupported: return "unsupported";
-    case Code::not_found: return "not_found";
-    case Code::io_error: return "io_error";
-    case Code::out_of_memory: return "out_of_memory";
-    case Code::resource_exhausted: return "resource_exhausted";
-    case Code::cancelled: return "cancelled";
-    case Code::device_error: return "device_error";
-    case Code::internal: return "internal";
+    case Code::ok:
+      return "ok";
+    case Code::invalid_argument:
+      return "invalid_argument";
+    case Code::unsupported:
+      return "unsupported";
+    case Code::not_found:
+      return "not_found";
+    case Code::io_error:
+      return "io_error";
+    case Code::out_of_memory:
+      return "out_of_memory";
+    case Code::resource_exhausted:
+      return "resource_exhausted";
+    case Code::cancelled:
+      return "cancelled";
+    case Code::device_error:
+      return "device_error";
+    case Code::internal:
+      return "internal";
   }
   return "unknown";
 }

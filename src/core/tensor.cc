@@ -14,10 +14,10 @@ struct DTypeRow {
 };
 
 constexpr DTypeRow kDTypes[] = {
-    {DType::none, {"none", 1, 0}},       {DType::f32, {"f32", 1, 4}},      {DType::f16, {"f16", 1, 2}},
-    {DType::bf16, {"bf16", 1, 2}},       {DType::fp8_e4m3, {"fp8", 1, 1}}, {DType::u8, {"u8", 1, 1}},
-    {DType::i32, {"i32", 1, 4}},         {DType::i64, {"i64", 1, 8}},      {DType::q4_0, {"q4_0", 32, 18}},
-    {DType::q4_1, {"q4_1", 32, 20}},     {DType::q8_0, {"q8_0", 32, 34}},  {DType::q4_k, {"q4_k", 256, 144}},
+    {DType::none, {"none", 1, 0}},     {DType::f32, {"f32", 1, 4}},      {DType::f16, {"f16", 1, 2}},
+    {DType::bf16, {"bf16", 1, 2}},     {DType::fp8_e4m3, {"fp8", 1, 1}}, {DType::u8, {"u8", 1, 1}},
+    {DType::i32, {"i32", 1, 4}},       {DType::i64, {"i64", 1, 8}},      {DType::q4_0, {"q4_0", 32, 18}},
+    {DType::q4_1, {"q4_1", 32, 20}},   {DType::q8_0, {"q8_0", 32, 34}},  {DType::q4_k, {"q4_k", 256, 144}},
     {DType::q6_k, {"q6_k", 256, 210}},
 };
 
@@ -35,7 +35,9 @@ DType dtype_from_name(std::string_view name) {
   return DType::none;
 }
 
-std::string_view name_of(Device device) { return device == Device::cpu ? "cpu" : "cuda"; }
+std::string_view name_of(Device device) {
+  return device == Device::cpu ? "cpu" : "cuda";
+}
 
 Tensor::Tensor(void* data, DType dtype, std::initializer_list<int64_t> dims, Device device)
     : data(data), dtype(dtype), device(device), rank(static_cast<int>(dims.size())) {

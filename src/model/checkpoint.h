@@ -14,27 +14,29 @@ namespace vivace::model {
 
 /// What a tokenizer is built from; exactly one of the two sources is filled.
 struct TokenizerSource {
-  std::string tokenizer_json;          ///< the text of a Hugging Face tokenizer.json
+  std::string tokenizer_json;  ///< the text of a Hugging Face tokenizer.json
 
   // GGUF metadata (tokenizer.ggml.*).
-  std::string gguf_model, gguf_pre;    ///< "gpt2", "smollm"
+  std::string gguf_model, gguf_pre;  ///< "gpt2", "smollm"
   std::vector<std::string> tokens, merges;
   std::vector<int32_t> token_types;
   bool add_bos = false, add_eos = false;
   int32_t bos_id = -1, eos_id = -1, unk_id = -1;
 
-  std::string chat_template;           ///< Jinja text, empty when the model has none
-  std::string bos_token, eos_token;    ///< their text, as chat templates use them
+  std::string chat_template;         ///< Jinja text, empty when the model has none
+  std::string bos_token, eos_token;  ///< their text, as chat templates use them
 
   bool present() const { return !tokenizer_json.empty() || !tokens.empty(); }
 };
 
-/// A model on disk: its configuration, its tokenizer source and its tensors, memory-mapped. One interface over GGUF
-/// (v2, v3) and Hugging Face folders (config.json + safetensors, one file or sharded with an index).
+/// A model on disk: its configuration, its tokenizer source and its tensors, memory-mapped. One interface
+/// over GGUF (v2, v3) and Hugging Face folders (config.json + safetensors, one file or sharded with an
+/// index).
 ///
-/// Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`) whatever the file calls them. Fused
-/// expert tensors have the names `model.layers.N.mlp.experts.gate_up_proj` [experts, 2 I, H] and
-/// `model.layers.N.mlp.experts.down_proj` [experts, H, I]. Hy3's two layouts are given the names of the per-expert one
+/// Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`) whatever the file calls them.
+/// Fused expert tensors have the names `model.layers.N.mlp.experts.gate_up_proj` [experts, 2 I, H] and
+/// `model.layers.N.mlp.experts.down_proj` [experts, H, I]. Hy3's two layouts are given the names of the
+/// per-expert one
 /// (`mlp.router.gate.weight`, `mlp.expert_bias`, `mlp.shared_mlp.*`), except for the fused expert tensors.
 /// Shapes are row-major ([out, in]); a view is valid while the checkpoint lives.
 class Checkpoint {

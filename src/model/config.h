@@ -28,35 +28,37 @@ struct ModelConfig {
   Architecture architecture = Architecture::llama;
   int64_t layers = 0, hidden = 0, vocab = 0;
   int64_t heads_q = 0, heads_kv = 0, head_dim = 0;
-  int64_t intermediate = 0;             ///< of a dense MLP
+  int64_t intermediate = 0;  ///< of a dense MLP
   double rms_eps = 1e-6;
   double rope_theta = 10000;
-  int64_t rotary_dim = 0;               ///< head_dim unless the model rotates a part only
+  int64_t rotary_dim = 0;  ///< head_dim unless the model rotates a part only
   RopeStyle rope_style = RopeStyle::neox;
   RopeScaling rope_scaling;
-  bool qk_norm = false;                 ///< per-head RMSNorm of Q and K before RoPE
+  bool qk_norm = false;  ///< per-head RMSNorm of Q and K before RoPE
   bool tied_embeddings = false;
-  int64_t max_position = 0;             ///< context length
-  int64_t sliding_window = 0;           ///< 0: none
+  int64_t max_position = 0;    ///< context length
+  int64_t sliding_window = 0;  ///< 0: none
 
   // Mixture of experts; experts == 0 means a dense model.
   int64_t experts = 0, top_k = 0, moe_intermediate = 0, shared_experts = 0;
-  std::vector<bool> sparse_layer;       ///< per layer: true = MoE, false = dense MLP
+  std::vector<bool> sparse_layer;  ///< per layer: true = MoE, false = dense MLP
   RouterScore router_score = RouterScore::softmax;
-  bool router_renormalise = true;       ///< chosen weights sum to 1
-  double router_scale = 1;              ///< factor on the weights after renormalisation
+  bool router_renormalise = true;  ///< chosen weights sum to 1
+  double router_scale = 1;         ///< factor on the weights after renormalisation
 
   int32_t bos_id = -1, pad_id = -1;
-  std::vector<int32_t> eos_ids;         ///< any of them ends a generation
+  std::vector<int32_t> eos_ids;  ///< any of them ends a generation
 
   bool is_moe() const { return experts > 0; }
 };
 
-/// Reads a Hugging Face `config.json` as transformers 4 and 5 write it. `generation_config` may be empty; its eos ids
-/// are added. Every number is checked: a message names the field, its value and what would fit.
-Result<ModelConfig> parse_hf_config(std::string_view config_json, std::string_view generation_config_json = {});
+/// Reads a Hugging Face `config.json` as transformers 4 and 5 write it. `generation_config` may be empty; its
+/// eos ids are added. Every number is checked: a message names the field, its value and what would fit.
+Result<ModelConfig> parse_hf_config(std::string_view config_json,
+                                    std::string_view generation_config_json = {});
 
-/// Cross-field checks that every reader runs last (heads divide, sizes positive and bounded, ids inside the vocabulary).
+/// Cross-field checks that every reader runs last (heads divide, sizes positive and bounded, ids inside the
+/// vocabulary).
 Status validate(const ModelConfig& config);
 
 }  // namespace vivace::model

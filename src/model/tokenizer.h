@@ -16,17 +16,18 @@ enum class SpecialTokens {
   parse,    ///< such text becomes the control token
 };
 
-/// Byte-level BPE as a tokenizer.json or GGUF metadata describes it: normaliser (none, NFC), added tokens, the file's
-/// pre-tokenizer pattern, merges. Immutable after construction: any thread may call any method.
+/// Byte-level BPE as a tokenizer.json or GGUF metadata describes it: normaliser (none, NFC), added tokens,
+/// the file's pre-tokenizer pattern, merges. Immutable after construction: any thread may call any method.
 class Tokenizer {
  public:
   static Result<std::unique_ptr<Tokenizer>> create(const TokenizerSource& source);
   ~Tokenizer();
 
-  /// Linear in the text (no recursion, bounded stack). invalid_argument: `text` is longer than `kMaxTextBytes`.
+  /// Linear in the text (no recursion, bounded stack). invalid_argument: `text` is longer than
+  /// `kMaxTextBytes`.
   Result<std::vector<int32_t>> encode(std::string_view text, SpecialTokens special) const;
-  /// The bytes of one token (not necessarily valid UTF-8 by itself); empty for ids outside the vocabulary and, with
-  /// `skip_special`, for control tokens.
+  /// The bytes of one token (not necessarily valid UTF-8 by itself); empty for ids outside the vocabulary
+  /// and, with `skip_special`, for control tokens.
   std::string_view bytes_of(int32_t id, bool skip_special = false) const;
   /// Bytes of all ids joined, invalid UTF-8 replaced by U+FFFD.
   std::string decode(const std::vector<int32_t>& ids, bool skip_special = false) const;
@@ -35,7 +36,7 @@ class Tokenizer {
   bool is_special(int32_t id) const;
   /// The id of a token with exactly this content, or -1.
   int32_t id_of(std::string_view token) const;
-  bool add_bos() const;   ///< encode() does not add it; callers of a raw prompt do
+  bool add_bos() const;  ///< encode() does not add it; callers of a raw prompt do
   int32_t bos_id() const;
 
   static constexpr size_t kMaxTextBytes = size_t{64} << 20;
@@ -46,8 +47,9 @@ class Tokenizer {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Turns token bytes into text piece by piece: never emits half a UTF-8 character; each maximal invalid sequence becomes
-/// U+FFFD (Unicode's "substitution of maximal subparts"). The joined pieces do not depend on how the bytes were cut.
+/// Turns token bytes into text piece by piece: never emits half a UTF-8 character; each maximal invalid
+/// sequence becomes U+FFFD (Unicode's "substitution of maximal subparts"). The joined pieces do not depend on
+/// how the bytes were cut.
 class Utf8Stream {
  public:
   /// The text that became complete with these bytes.
@@ -59,8 +61,8 @@ class Utf8Stream {
   std::string held_;
 };
 
-/// Finds stop strings in a growing text. Text that may be the beginning of a stop string is held back; the earliest
-/// match wins (at the same start, the longest), and nothing from its first byte on is delivered.
+/// Finds stop strings in a growing text. Text that may be the beginning of a stop string is held back; the
+/// earliest match wins (at the same start, the longest), and nothing from its first byte on is delivered.
 class StopMatcher {
  public:
   explicit StopMatcher(std::vector<std::string> stops);

@@ -1,0 +1,37 @@
+#pragma once
+
+#include "vivace/cost.h"
+#include "vivace/dispatch.h"
+#include "vivace/status.h"
+#include "vivace/stream.h"
+#include "vivace/tensor.h"
+
+namespace vivace {
+
+struct RmsNormArgs {
+  Tensor x;
+  Tensor residual;  ///< optional; updated in place
+  Tensor weight;
+  Tensor y;
+  double eps = 1e-6;
+};
+
+/// With a residual: residual += x and v = residual; without: v = x. Then y = v / sqrt(mean(v * v) + eps) *
+/// weight.
+///
+/// Shapes   x, residual, y [tokens, hidden]; weight [hidden]. Rows may be strided.
+/// Types    x, residual, y of one type, f32 or bf16; weight f32, f16 or bf16. Arithmetic in fp32; the sum
+/// that enters
+///          the norm is the unrounded one.
+/// Writes   y and residual. y may be x; nothing else may overlap.
+/// Cost     rms_norm_cost().
+/// Runs     on `stream`; allocates nothing.
+/// Repeats  bit for bit; a row does not depend on the rows beside it.
+/// Fails    invalid_argument: a shape, stride or type disagrees, or eps is negative or not finite.
+/// unsupported: no row fits. Source   src/ops/rms_norm/
+Status rms_norm(const RmsNormArgs& args, const Stream& stream);
+Cost rms_norm_cost(const RmsNormArgs& args);
+/// Which row would run this call. Shapes and types count, pointers do not.
+Choice rms_norm_explain(const RmsNormArgs& args, const Stream& stream);
+
+}  // namespace vivace

@@ -1,0 +1,147 @@
+#pragma once
+
+#include <array>
+#include <cassert>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "src/core/error.h"
+#include "vivace/dispatch.h"
+#include "vivace/status.h"
+#include "vivace/stream.h"
+
+// The dispatch table of an operator: rows in order of preference, what each needs, and the one function that
+// chooses. A new implementation is a new row; nothing else changes.
+
+namespace vivace {
+
+/// The facts of one call that needs speak about: a few names with numbers, built on the stack.
+class Facts {
+ public:
+  Facts& add(std::string_view name, int64_t value) {
+    assert(size_ < kMax);
+    facts_[size_++] = {name, value};
+    return *this;
+  }
+  Facts& add(std::string_view name, DType dtype) { return add(name, static_cast<int64_t>(dtype)); }
+  const int64_t* find(std::string_view name) const {
+    for (int i = 0; i < size_; ++i)
+      if (facts_[i].name == name) return &facts_[i].value;
+    return nullptr;
+  }
+
+ private:
+  static constexpr int kMax = 24;
+  struct Fact {
+    std::string_view name;
+    int64_t value;
+  };
+  std::array<Fact, kMax> facts_;
+  int size_ = 0;
+};
+
+/// True when the facts satisfy the need. A need about a fact that the operator does not give is a defect of
+/// the table.
+bool satisfied(const Need& need, const Facts& facts);
+
+template <class Args>
+struct Row {
+  std::string_view name;
+  Device device;
+  std::span<const Need> needs;
+  Status (*run)(const Args&, const Stream&);
+  std::string_view summary;
+  /// Bytes of scratch that `run` needs for a call of this shape; null means none.
+  int64_t (*workspace_bytes)(const Args&, const Stream&) = nullptr;
+};
+
+/// An operator: its name, the facts of a call, its rows.
+template <class Args>
+struct Operator {
+  std::string_view name;
+  std::string_view summary;
+  Facts (*facts)(const Args&);
+  std::span<const Row<Args>> rows;
+};
+
+/// Position of an operator in operators(); -1 when it is not listed (a test's own table).
+int operator_index(std::string_view name);
+
+namespace internal {
+/// Whether the preference `prefix` names `row`: equal, or equal up to a dot.
+bool names_row(std::string_view prefix, std::string_view row);
+Status no_row_fits(std::string_view op, std::string_view preferred, const std::vector<Refusal>& refused);
+std::string refusal(std::span<const Need> needs, Device row_device, Device call_device, const Facts& facts);
+}  // namespace internal
+
+/// The first row that fits, preferred rows before all others; null when none does. Reasons go to `refused` if
+/// given.
+template <class Args>
+const Row<Args>* choose(const Operator<Args>& op, const Args& args, const Stream& stream,
+                        std::vector<Refusal>* refused = nullptr) {
+  const Facts facts = op.facts(args);
+  const std::string_view preferred =
+      stream.dispatch ? stream.dispatch->preferred(op.name) : std::string_view{};
+  for (const Row<Args>& row : op.rows) {
+    if (!preferred.empty() && !internal::names_row(preferred, row.name)) continue;
+    bool fits = row.device == stream.device;
+    for (const Need& need : row.needs) fits = fits && satisfied(need, facts);
+    if (fits) return &row;
+    if (refused) {
+      refused->push_back(
+          {std::string(row.name), internal::refusal(row.needs, row.device, stream.device, facts)});
+    }
+  }
+  return nullptr;
+}
+
+/// Chooses a row, counts the call and runs it. unsupported: no row fits; the message lists each with its
+/// reason.
+template <class Args>
+Status dispatch(const Operator<Args>& op, const Args& args, const Stream& stream) {
+  const Row<Args>* row = choose(op, args, stream);
+  if (row == nullptr) {
+    std::vector<Refusal> refused;
+    choose(op, args, stream, &refused);
+    return internal::no_row_fits(op.name, stream.dispatch ? stream.dispatch->preferred(op.name) : "",
+                                 refused);
+  }
+  if (stream.dispatch) {
+    static const int index = operator_index(op.name);
+    if (index >= 0) stream.dispatch->count(index, static_cast<int>(row - op.rows.data()));
+  }
+  return row->run(args, stream);
+}
+
+/// Scratch bytes of the row that would run this call.
+template <class Args>
+Result<int64_t> workspace_bytes(const Operator<Args>& op, const Args& args, const Stream& stream) {
+  std::vector<Refusal> refused;
+  const Row<Args>* row = choose(op, args, stream, &refused);
+  if (row == nullptr) {
+    return internal::no_row_fits(op.name, stream.dispatch ? stream.dispatch->preferred(op.name) : "",
+                                 refused);
+  }
+  return row->workspace_bytes ? row->workspace_bytes(args, stream) : int64_t{0};
+}
+
+/// Which row would run and why those before it would not.
+template <class Args>
+Choice explain(const Operator<Args>& op, const Args& args, const Stream& stream) {
+  Choice choice;
+  if (const Row<Args>* row = choose(op, args, stream, &choice.refused)) choice.row = row->name;
+  return choice;
+}
+
+/// The table without its functions, for listings.
+template <class Args>
+OpInfo info_of(const Operator<Args>& op) {
+  OpInfo info{op.name, op.summary, {}};
+  for (const Row<Args>& row : op.rows) {
+    info.rows.push_back({row.name, row.device, {row.needs.begin(), row.needs.end()}, row.summary});
+  }
+  return info;
+}
+
+}  // namespace vivace

@@ -1,0 +1,72 @@
+// The list of all operators, in the order of the documentation, and what needs the list: preferences and
+// counters.
+
+#include "src/core/dispatch.h"
+#include "src/ops/rms_norm/table.h"
+
+namespace vivace {
+
+const std::vector<OpInfo>& operators() {
+  static const std::vector<OpInfo> all = {
+      info_of(kRmsNorm),
+  };
+  return all;
+}
+
+Dispatch::Dispatch() = default;
+
+Status Dispatch::prefer(std::string_view text) {
+  while (!text.empty()) {
+    const size_t comma = text.find(',');
+    const std::string_view item = text.substr(0, comma);
+    text = comma == std::string_view::npos ? std::string_view{} : text.substr(comma + 1);
+    const size_t equal = item.find('=');
+    if (equal == std::string_view::npos || equal == 0 || equal + 1 == item.size()) {
+      return invalid_argument("--prefer: '{}' is not OP=ROW, such as linear=cpu.exact", item);
+    }
+    const std::string_view name = item.substr(0, equal), row = item.substr(equal + 1);
+    const OpInfo* op = nullptr;
+    std::string known;
+    for (const OpInfo& candidate : operators()) {
+      if (candidate.name == name) op = &candidate;
+      known += fmt::format("{}{}", known.empty() ? "" : ", ", candidate.name);
+    }
+    if (op == nullptr) return not_found("--prefer: there is no operator '{}'; there are {}", name, known);
+    bool found = false;
+    known.clear();
+    for (const RowInfo& candidate : op->rows) {
+      found = found || internal::names_row(row, candidate.name);
+      known += fmt::format("{}{}", known.empty() ? "" : ", ", candidate.name);
+    }
+    if (!found) return not_found("--prefer: {} has no row '{}'; it has {}", name, row, known);
+    preferences_[std::string(name)] = row;
+  }
+  return {};
+}
+
+std::string_view Dispatch::preferred(std::string_view op) const {
+  if (preferences_.empty()) return {};
+  const auto found = preferences_.find(op);
+  return found == preferences_.end() ? std::string_view{} : std::string_view(found->second);
+}
+
+std::vector<RowCount> Dispatch::counts() const {
+  std::vector<RowCount> result;
+  const std::vector<OpInfo>& ops = operators();
+  for (size_t op = 0; op < ops.size(); ++op) {
+    for (size_t row = 0; row < ops[op].rows.size(); ++row) {
+      const int64_t calls = counts_[op][row].load(std::memory_order_relaxed);
+      if (calls > 0) result.push_back({ops[op].name, ops[op].rows[row].name, calls});
+    }
+  }
+  return result;
+}
+
+int operator_index(std::string_view name) {
+  const std::vector<OpInfo>& ops = operators();
+  for (size_t i = 0; i < ops.size(); ++i)
+    if (ops[i].name == name) return static_cast<int>(i);
+  return -1;
+}
+
+}  // namespace vivace

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <span>
+
+#include "src/ops/problem.h"
+#include "vivace/rms_norm.h"
+
+namespace vivace {
+
+struct RmsNormCase {
+  const char* name;
+  int64_t tokens, hidden;
+  DType dtype = DType::f32, weight = DType::f32;
+  bool residual = false;
+  int64_t row_stride = 0;  ///< 0: contiguous
+  double eps = 1e-6;
+};
+
+inline constexpr RmsNormCase kRmsNormTestCases[] = {
+    {"no tokens", 0, 64},
+    {"one element", 1, 1},
+    {"narrow", 3, 7},
+    {"SmolLM2", 7, 576, DType::f32, DType::f32, true},
+    {"f16 weight", 2, 576, DType::f32, DType::f16},
+    {"bf16", 5, 256, DType::bf16, DType::bf16, true},
+    {"bf16, odd width", 3, 333, DType::bf16, DType::f32, true},
+    {"strided rows", 4, 100, DType::f32, DType::bf16, true, 128},
+    {"eps dominates", 2, 128, DType::f32, DType::f32, false, 0, 1.0},
+    {"wide", 2, 12288, DType::f32, DType::bf16, true},
+};
+
+inline constexpr RmsNormCase kRmsNormServingCases[] = {
+    {"SmolLM2 decode 8", 8, 576, DType::f32, DType::f32, true},
+    {"Qwen3-30B decode 64", 64, 2048, DType::bf16, DType::bf16, true},
+    {"Hy3 decode 64", 64, 4096, DType::bf16, DType::bf16, true},
+    {"Hy3 prefill 4096", 4096, 4096, DType::bf16, DType::bf16, true},
+};
+
+inline std::span<const RmsNormCase> rms_norm_cases(CaseSize size) {
+  if (size == CaseSize::test) return kRmsNormTestCases;
+  return kRmsNormServingCases;
+}
+
+/// A case with its memory: random inputs, poisoned outputs.
+struct RmsNormProblem {
+  Guarded x, residual, weight, y;
+  RmsNormArgs args;
+
+  RmsNormProblem(const RmsNormCase& c, uint32_t seed) {
+    std::mt19937 rng(seed);
+    x = Guarded(c.dtype, {c.tokens, c.hidden}, c.row_stride);
+    y = Guarded(c.dtype, {c.tokens, c.hidden}, c.row_stride);
+    weight = Guarded(c.weight, {c.hidden});
+    x.random(rng);
+    weight.random(rng, 0.3, 1);
+    if (c.residual) {
+      residual = Guarded(c.dtype, {c.tokens, c.hidden}, c.row_stride);
+      residual.random(rng);
+    }
+    args = {.x = x, .residual = residual, .weight = weight, .y = y, .eps = c.eps};
+  }
+};
+
+}  // namespace vivace

@@ -1,0 +1,21 @@
+#pragma once
+
+#include "src/core/dispatch.h"
+#include "vivace/rms_norm.h"
+
+namespace vivace {
+
+Status rms_norm_reference(const RmsNormArgs& args, const Stream& stream);
+Status rms_norm_cpu(const RmsNormArgs& args, const Stream& stream);
+
+Facts rms_norm_facts(const RmsNormArgs& args);
+
+inline constexpr Row<RmsNormArgs> kRmsNormRows[] = {
+    {"cpu.simd", Device::cpu, {}, rms_norm_cpu, "one pass per row, rows over threads"},
+    {"reference", Device::cpu, {}, rms_norm_reference, "float64, straight from the formula"},
+};
+
+inline constexpr Operator<RmsNormArgs> kRmsNorm = {"rms_norm", "optional residual add, then RMSNorm",
+                                                   rms_norm_facts, kRmsNormRows};
+
+}  // namespace vivace

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "src/core/dispatch.h"
+#include "src/core/number.h"
+#include "src/cpu/thread_pool.h"
+#include "src/ops/problem.h"
+
+// Shared by the tests of all operators: every row of a table over every case that it accepts, against the
+// reference.
+
+namespace vivace {
+
+#define EXPECT_OK(expression)                       \
+  do {                                              \
+    const ::vivace::Status status_ = (expression);  \
+    EXPECT_TRUE(status_.ok()) << status_.message(); \
+  } while (0)
+#define ASSERT_OK(expression)                       \
+  do {                                              \
+    const ::vivace::Status status_ = (expression);  \
+    ASSERT_TRUE(status_.ok()) << status_.message(); \
+  } while (0)
+/// The call fails with `code` and a message that contains `text`.
+#define EXPECT_FAILS(expression, expected_code, text)                                \
+  do {                                                                               \
+    const ::vivace::Status status_ = (expression);                                   \
+    EXPECT_EQ(status_.code(), expected_code) << status_.message();                   \
+    EXPECT_NE(status_.message().find(text), std::string::npos) << status_.message(); \
+  } while (0)
+
+/// How far a value may be from the float64 reference: absolute + relative * |reference|.
+/// Built from what the arithmetic does: rounding of the stored type plus the error of the sums.
+struct Bound {
+  double absolute = 0, relative = 0;
+  Bound operator+(const Bound& other) const { return {absolute + other.absolute, relative + other.relative}; }
+  /// Half an ulp of a stored value.
+  static Bound store(DType dtype) {
+    switch (dtype) {
+      case DType::bf16:
+        return {0, 0x1p-9};
+      case DType::f16:
+        return {0x1p-25, 0x1p-12};
+      default:
+        return {0, 0x1p-24};
+    }
+  }
+  /// An fp32 sum of `terms` products whose absolute values sum to at most `magnitude`: sqrt(terms) roundings
+  /// with a factor of 4 for their spread.
+  static Bound fp32_sum(int64_t terms, double magnitude) {
+    return {4 * 0x1p-24 * std::sqrt(static_cast<double>(terms)) * magnitude, 0};
+  }
+};
+
+/// The elements of a plain floating-point tensor of any rank, in row-major order.
+inline std::vector<double> values_of(const Tensor& t) {
+  std::vector<double> values;
+  if (t.rank == 1) {
+    for (int64_t i = 0; i < t.shape[0]; ++i) values.push_back(load(t.dtype, t.data, i * t.stride[0]));
+    return values;
+  }
+  for (int64_t i = 0; i < t.shape[0]; ++i) {
+    const std::vector<double> row = values_of(t.at(i));
+    values.insert(values.end(), row.begin(), row.end());
+  }
+  return values;
+}
+
+/// Every element within the bound; NaN is never close.
+inline ::testing::AssertionResult close(const Tensor& got, const Tensor& want, const Bound& bound) {
+  const std::vector<double> a = values_of(got), b = values_of(want);
+  if (a.size() != b.size())
+    return ::testing::AssertionFailure() << a.size() << " elements against " << b.size();
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double allowed = bound.absolute + bound.relative * std::abs(b[i]);
+    if (a[i] == b[i] || std::abs(a[i] - b[i]) <= allowed) continue;
+    return ::testing::AssertionFailure()
+           << "element " << i << " is " << a[i] << ", reference " << b[i] << ", allowed " << allowed;
+  }
+  return ::testing::AssertionSuccess();
+}
+
+/// CPU streams that tests run on: alone, and with a pool of three (more threads than this needs, fewer than
+/// tasks).
+inline std::vector<Stream> cpu_streams() {
+  static cpu::ThreadPool pool(3);
+  return {Stream{}, Stream{.threads = &pool}};
+}
+
+/// Calls body(row) for each row of the operator that accepts the call, on this stream's device.
+template <class Args, class Body>
+void for_each_fitting_row(const Operator<Args>& op, const Args& args, const Stream& stream, Body&& body) {
+  const Facts facts = op.facts(args);
+  for (const Row<Args>& row : op.rows) {
+    bool fits = row.device == stream.device;
+    for (const Need& need : row.needs) fits = fits && satisfied(need, facts);
+    if (fits) body(row);
+  }
+}
+
+}  // namespace vivace
