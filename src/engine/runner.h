@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "vivace/dispatch.h"
+#include "vivace/engine.h"
+#include "vivace/status.h"
+
+namespace vivace::engine {
+
+/// One token to be sampled at the end of a step.
+struct SampleSlot {
+  int64_t row;  ///< index into StepInput::token_ids: whose logits
+  const SamplingParams* params;
+  uint64_t seed;
+  int64_t position;  ///< of the token to be drawn: counts generated tokens from 0; the draw depends on (seed,
+                     ///< position) only
+  std::span<const int32_t> prompt_ids;  ///< for penalties
+  std::span<const int32_t> output_ids;  ///< generated so far
+  std::span<const int32_t> banned_ids;  ///< end tokens before min_tokens
+};
+
+/// What one step computes: the tokens of several requests, laid end to end, and where their keys and values
+/// live. Request i owns tokens [query_start[i], query_start[i + 1]); `kv_lengths` counts its keys after this
+/// step. The first `decode_requests` requests have one token each, the rest are prompt chunks.
+struct StepInput {
+  std::span<const int32_t> token_ids;
+  std::span<const int32_t> positions;    ///< of each token in its request
+  std::span<const int64_t> slots;        ///< page * page_tokens + offset for each token
+  std::span<const int32_t> query_start;  ///< requests + 1
+  std::span<const int32_t> kv_lengths;
+  std::span<const int32_t> page_table;  ///< [requests, max_pages], row-major
+  int64_t max_pages = 0;
+  int64_t decode_requests = 0;
+  std::span<const SampleSlot> samples;
+
+  int64_t tokens() const { return static_cast<int64_t>(token_ids.size()); }
+  int64_t requests() const { return static_cast<int64_t>(kv_lengths.size()); }
+};
+
+struct Sampled {
+  int32_t id = -1;
+  bool valid = true;  ///< false: the logits held NaN; the request ends with an error
+  float logprob = 0;
+  std::vector<TopLogprob> top;
+};
+
+/// Executes steps: a model with its KV pages on a device. The engine thread alone calls it; tests use a
+/// scripted one.
+class Runner {
+ public:
+  virtual ~Runner() = default;
+  /// One result per sample slot, in order. An error fails the requests of this step.
+  virtual Status step(const StepInput& input, std::vector<Sampled>& sampled) = 0;
+  virtual int64_t vocab() const = 0;
+  virtual int64_t max_model_len() const = 0;
+  virtual int64_t pages() const = 0;
+  virtual int64_t page_tokens() const = 0;
+  virtual std::span<const int32_t> eos_ids() const = 0;
+  virtual Dispatch& dispatch() = 0;
+};
+
+}  // namespace vivace::engine

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "src/model/checkpoint.h"
+#include "vivace/dispatch.h"
+#include "vivace/status.h"
+#include "vivace/stream.h"
+#include "vivace/tensor.h"
+
+namespace vivace::model {
+
+/// Choices of a loaded model that do not come from its files.
+struct ModelOptions {
+  DType kv_dtype = DType::f32;
+  bool exact = false;          ///< no activation quantisation inside linear
+  bool deterministic = false;  ///< batch-invariant attention schedule
+  std::string router_mode = "exact";
+  int64_t page_tokens = 16;
+  int64_t max_tokens = 512;  ///< tokens per step that scratch is sized for
+  int64_t max_requests = 64;
+  int64_t max_model_len = 0;  ///< 0: the model's own
+};
+
+/// The tokens of one step; fields as in engine::StepInput. `logit_rows` are the tokens whose logits are
+/// wanted.
+struct ForwardInput {
+  std::span<const int32_t> token_ids, positions;
+  std::span<const int64_t> slots;
+  std::span<const int32_t> query_start, kv_lengths, page_table;
+  int64_t max_pages = 0;
+  int64_t decode_requests = 0;
+  std::span<const int64_t> logit_rows;
+};
+
+/// One operator call of a layer, for `ops explain`.
+struct OpUse {
+  int64_t layer;  ///< -1 outside the layers
+  std::string op;
+  int64_t batch;  ///< tokens
+  Choice choice;
+};
+
+/// The layer graph of a decoder over a checkpoint: Llama family, Qwen3-MoE, Hy3. One graph serves all: an
+/// architecture is which tensors exist and a few fields of the configuration.
+class Model {
+ public:
+  virtual ~Model() = default;
+
+  /// Binds the weights (views of the mapped files; nothing is copied that can be used in place) and checks
+  /// every shape. The checkpoint must outlive the model.
+  static Result<std::unique_ptr<Model>> load(const Checkpoint& checkpoint, const ModelOptions& options);
+
+  virtual const ModelConfig& config() const = 0;
+  virtual int64_t max_model_len() const = 0;
+  /// Bytes that one KV page takes over all layers, and making the pool of `pages`.
+  virtual int64_t page_bytes() const = 0;
+  virtual Status allocate_pages(int64_t pages) = 0;
+  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`.
+  virtual Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
+  /// The operator calls of one decode step with `batch` requests, layer by layer, and which row each would
+  /// take.
+  virtual std::vector<OpUse> explain(int64_t batch, const Stream& stream) = 0;
+  /// Sees the chosen experts of each MoE layer (tests compare them with references); null turns it off.
+  using RouteObserver = std::function<void(int64_t layer, const Tensor& expert_ids)>;
+  virtual void observe_routes(RouteObserver observer) = 0;
+};
+
+}  // namespace vivace::model
