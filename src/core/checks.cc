@@ -86,11 +86,13 @@ int64_t Checker::operator[](std::string_view dim) const {
 }
 
 void Checker::agree(std::string_view tensor, int axis, int64_t extent, std::string_view dim) {
-  const std::string place = axis < 0 ? std::string(tensor) : fmt::format("{}.shape[{}]", tensor, axis);
+  const auto place = [&] {
+    return axis < 0 ? std::string(tensor) : fmt::format("{}.shape[{}]", tensor, axis);
+  };
   if (dim.front() >= '0' && dim.front() <= '9') {
     int64_t fixed = 0;
     std::from_chars(dim.data(), dim.data() + dim.size(), fixed);
-    if (extent != fixed) status_ = invalid_argument("{}: {} is {}, needs {}", op_, place, extent, fixed);
+    if (extent != fixed) status_ = invalid_argument("{}: {} is {}, needs {}", op_, place(), extent, fixed);
     return;
   }
   for (int i = 0; i < count_; ++i) {
@@ -99,8 +101,8 @@ void Checker::agree(std::string_view tensor, int axis, int64_t extent, std::stri
     if (known.value == extent) return;
     const std::string source =
         known.axis < 0 ? std::string(known.tensor) : fmt::format("{}.shape[{}]", known.tensor, known.axis);
-    status_ = invalid_argument("{}: {} is {}, needs {} = {} (from {})", op_, place, extent, dim, known.value,
-                               source);
+    status_ = invalid_argument("{}: {} is {}, needs {} = {} (from {})", op_, place(), extent, dim,
+                               known.value, source);
     return;
   }
   assert(count_ < static_cast<int>(dims_.size()));

@@ -2,6 +2,8 @@
 // counters.
 
 #include "src/core/dispatch.h"
+#include "src/ops/embedding/table.h"
+#include "src/ops/linear/table.h"
 #include "src/ops/rms_norm/table.h"
 
 namespace vivace {
@@ -9,6 +11,8 @@ namespace vivace {
 const std::vector<OpInfo>& operators() {
   static const std::vector<OpInfo> all = {
       info_of(kRmsNorm),
+      info_of(kLinear),
+      info_of(kEmbedding),
   };
   return all;
 }

@@ -1,0 +1,26 @@
+#include <vector>
+
+#include "src/ops/linear/block_formats.h"
+#include "src/ops/linear/table.h"
+
+namespace vivace {
+
+Status linear_reference(const LinearArgs& args, const Stream&) {
+  const int64_t k = args.x.shape[1];
+  std::vector<float> row(static_cast<size_t>(k));
+  for (int p = 0; p < args.part_count; ++p) {
+    const LinearPart& part = args.parts[p];
+    for (int64_t n = 0; n < part.weight.shape[0]; ++n) {
+      dequantize_row(part.weight.dtype, part.weight.at(n).data, k, row.data());
+      for (int64_t t = 0; t < args.x.shape[0]; ++t) {
+        const Tensor x = args.x.at(t);
+        double sum = part.bias.present() ? load(part.bias.dtype, part.bias.data, n) : 0.0;
+        for (int64_t i = 0; i < k; ++i) sum += double{load(x.dtype, x.data, i)} * row[i];
+        store(part.y.dtype, part.y.at(t).data, n, sum);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace vivace
