@@ -1,0 +1,31 @@
+#pragma once
+
+#include "vivace/cost.h"
+#include "vivace/dispatch.h"
+#include "vivace/status.h"
+#include "vivace/stream.h"
+#include "vivace/tensor.h"
+
+namespace vivace {
+
+struct SiluMulArgs {
+  Tensor gate, up;
+  Tensor y;
+};
+
+/// y = silu(gate) * up, where silu(v) = v / (1 + exp(-v)).
+///
+/// Shapes   gate, up, y [tokens, intermediate]. Rows may be strided, so the halves of a fused [tokens, 2 *
+///          intermediate] are two views of it.
+/// Types    all of one type, f32 or bf16; arithmetic in fp32, rounded once. silu(-inf) is 0, not NaN: the limit.
+/// Writes   y, which may be gate or up; nothing else may overlap.
+/// Cost     silu_mul_cost().
+/// Runs     on `stream`; allocates nothing.
+/// Repeats  bit for bit; an element depends on nothing but its gate and up.
+/// Fails    invalid_argument: a shape, stride or type disagrees. unsupported: no row fits.
+/// Source   src/ops/silu_mul/
+Status silu_mul(const SiluMulArgs& args, const Stream& stream);
+Cost silu_mul_cost(const SiluMulArgs& args);
+Choice silu_mul_explain(const SiluMulArgs& args, const Stream& stream);
+
+}  // namespace vivace
