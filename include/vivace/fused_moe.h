@@ -37,7 +37,8 @@ struct FusedMoeArgs {
 /// Ids      -1 (not here), any other negative id and ids >= experts mean no work; their weights are not read.
 ///          An expert named twice by a token counts twice. A token without work gets its shared expert, or 0.
 ///
-/// Shapes   x, y [tokens, hidden]; gate_up [experts, 2 * intermediate, hidden], gate rows first; down [experts,
+/// Shapes   x, y [tokens, hidden]; gate_up [experts, 2 * intermediate, hidden], gate rows first; down
+/// [experts,
 ///          hidden, intermediate]; or `experts` of equal shapes; expert_ids, expert_weights [tokens, top_k].
 ///          shared may have another intermediate size. Rows may be strided.
 /// Types    x and y of one type, f32 or bf16; gate and up of one type, down of another or the same: f32, f16,
@@ -47,7 +48,8 @@ struct FusedMoeArgs {
 ///          not at all.
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a token's result does not depend on the tokens beside it.
-/// Fails    invalid_argument: a shape, stride or type disagrees, or the workspace is too small. unsupported: no
+/// Fails    invalid_argument: a shape, stride or type disagrees, or the workspace is too small. unsupported:
+/// no
 ///          row fits.
 /// Source   src/ops/fused_moe/
 Status fused_moe(const FusedMoeArgs& args, const Stream& stream);

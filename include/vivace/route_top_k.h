@@ -22,10 +22,10 @@ struct RouteTopKArgs {
   Tensor expert_weights;
   Tensor zero_weight;  ///< present exactly when zero_experts > 0
   RouteScoring scoring = RouteScoring::softmax;
-  bool renormalise = true;  ///< divide the chosen weights by (their sum + 1e-20)
-  double scale = 1;         ///< factor on the weights, after renormalisation
-  int64_t groups = 1;       ///< experts form this many groups of neighbours ...
-  int64_t top_groups = 1;   ///< ... of which the best so many may be chosen from
+  bool renormalise = true;   ///< divide the chosen weights by (their sum + 1e-20)
+  double scale = 1;          ///< factor on the weights, after renormalisation
+  int64_t groups = 1;        ///< experts form this many groups of neighbours ...
+  int64_t top_groups = 1;    ///< ... of which the best so many may be chosen from
   int64_t zero_experts = 0;  ///< the last so many experts are identities
 };
 
@@ -39,9 +39,9 @@ struct RouteTopKArgs {
 ///
 /// Ties     go to the lower id, for groups too.
 /// Odd      NaN is below every number, so it is chosen only when nothing else is left, and then lowest ids
-///          first; its score is that of -inf. In any row the ids are distinct and the weights finite: an infinite
-///          maximum shares the softmax with its equals, and a row of NaN or -inf is uniform under softmax and
-///          zero under sigmoid.
+///          first; its score is that of -inf. In any row the ids are distinct and the weights finite: an
+///          infinite maximum shares the softmax with its equals, and a row of NaN or -inf is uniform under
+///          softmax and zero under sigmoid.
 /// Zero     a chosen identity expert is written as id -1 with weight 0, and zero_weight gets the sum of these
 ///          weights: the layer adds zero_weight · x.
 ///

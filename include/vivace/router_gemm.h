@@ -38,8 +38,8 @@ struct RouterWeightSource {
 int64_t router_weight_bytes(const RouterWeightSource& source);
 
 /// Splits a weight into its terms. terms[0] is the weight rounded to nearest even, terms[1] is 256 times what
-/// is left, rounded the same way, terms[2] 65536 times what is then left. An infinity or NaN stands in terms[0]
-/// alone.
+/// is left, rounded the same way, terms[2] 65536 times what is then left. An infinity or NaN stands in
+/// terms[0] alone.
 ///
 /// Cost     one pass over the weight; synchronous; for load time.
 /// Fails    invalid_argument: a shape or type disagrees, or the storage is too small.
@@ -55,7 +55,8 @@ struct RouterGemmArgs {
 
 /// scores = x · weightᵀ (+ bias): the logits of a mixture-of-experts router.
 ///
-/// Shapes   x [tokens, hidden]; weight terms [experts, hidden]; bias [experts]; scores [tokens, experts]. Rows
+/// Shapes   x [tokens, hidden]; weight terms [experts, hidden]; bias [experts]; scores [tokens, experts].
+/// Rows
 ///          may be strided; any sizes.
 /// Types    x and scores f32 or bf16 each; bias f32. Store scores as f32 unless a comparison asks for bf16: a
 ///          bf16 logit changes the chosen experts of a few tokens in a hundred.

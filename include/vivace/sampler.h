@@ -18,16 +18,16 @@ struct LogitBias {
 /// How one row is sampled. Plain data; the spans point to memory of the stream's device that the caller keeps
 /// for the call. Ids outside the vocabulary, in any list, are ignored.
 struct SampleRow {
-  float temperature = 1;         ///< 0: greedy; finite, >= 0
-  int32_t top_k = 0;             ///< keep exactly so many; 0: all
-  float top_p = 1;               ///< keep the smallest set of this probability; in (0, 1]
-  float min_p = 0;               ///< keep what has this share of the largest probability; in [0, 1]
-  float repetition_penalty = 1;  ///< > 0; over prompt and output, each distinct id once
-  float presence_penalty = 0;    ///< over output ids alone, once per distinct id
-  float frequency_penalty = 0;   ///< over output ids alone, once per occurrence
-  int32_t top_logprobs = 0;      ///< how many entries of top_ids and top_logprobs this row wants
+  double temperature = 1;         ///< 0: greedy; finite, >= 0
+  int32_t top_k = 0;              ///< keep exactly so many; 0: all
+  double top_p = 1;               ///< keep the smallest set of this probability; in (0, 1]
+  double min_p = 0;               ///< keep what has this share of the largest probability; in [0, 1]
+  double repetition_penalty = 1;  ///< > 0; over prompt and output, each distinct id once
+  double presence_penalty = 0;    ///< over output ids alone, once per distinct id
+  double frequency_penalty = 0;   ///< over output ids alone, once per occurrence
+  int32_t top_logprobs = 0;       ///< how many entries of top_ids and top_logprobs this row wants
   uint64_t seed = 0;
-  int64_t position = 0;  ///< of the token to be drawn, in its request
+  int64_t position = 0;                             ///< of the token to be drawn, in its request
   std::span<const int32_t> prompt_ids, output_ids;  ///< history; needed by penalties only
   std::span<const LogitBias> logit_bias;            ///< values add up if an id stands twice; no NaN
   std::span<const int32_t> banned_ids;              ///< never drawn, such as end tokens before min_tokens
@@ -64,15 +64,18 @@ struct SamplerArgs {
 /// and filters. top_ids are the most likely tokens by them, ties to the lower id; entries past
 /// rows[i].top_logprobs are id -1 and -inf.
 ///
-/// Valid    1, or 0 for a row with NaN, without a finite or +inf logit, or with no token left: its id is 0 and
-///          its log-probabilities are -inf. Other rows are not affected. Tokens at +inf share the probability.
+/// Valid    1, or 0 for a row with NaN, without a finite or +inf logit, or with no token left: its id is 0
+/// and
+///          its log-probabilities are -inf. Other rows are not affected. Tokens at +inf share the
+///          probability.
 ///
 /// Shapes   logits [rows, vocab], rows may be strided; ids, valid, logprobs [rows]; top_ids, top_logprobs
 ///          [rows, n]. vocab in 1 .. 2^31 - 1.
 /// Types    logits f32 or bf16, not modified; ids, top_ids i32; valid u8; logprobs, top_logprobs f32.
 /// Cost     sampler_cost().
 /// Runs     on `stream`; allocates nothing.
-/// Fails    invalid_argument: a shape, stride or type disagrees, a parameter is outside its range (the message
+/// Fails    invalid_argument: a shape, stride or type disagrees, a parameter is outside its range (the
+/// message
 ///          names row and field), or the workspace is too small. unsupported: no row fits.
 /// Source   src/ops/sampler/
 Status sampler(const SamplerArgs& args, const Stream& stream);

@@ -1,0 +1,73 @@
+#include "vivace/route_top_k.h"
+
+#include <cmath>
+
+#include "src/core/checks.h"
+#include "src/ops/route_top_k/table.h"
+
+namespace vivace {
+
+Facts route_top_k_facts(const RouteTopKArgs& args) {
+  return Facts()
+      .add("experts", args.scores.shape[1])
+      .add("top_k", args.expert_ids.shape[1])
+      .add("groups", args.groups)
+      .add("zero_experts", args.zero_experts);
+}
+
+Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
+  Checker check("route_top_k");
+  check.tensor("scores", args.scores, {"tokens", "experts"})
+      .optional("correction_bias", args.correction_bias, {"experts"})
+      .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})
+      .tensor("expert_weights", args.expert_weights, {"tokens", "top_k"})
+      .optional("zero_weight", args.zero_weight, {"tokens"})
+      .dtype("scores", args.scores, dtypes_mask(DType::f32))
+      .dtype("correction_bias", args.correction_bias, dtypes_mask(DType::f32))
+      .dtype("expert_ids", args.expert_ids, dtypes_mask(DType::i32))
+      .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32))
+      .dtype("zero_weight", args.zero_weight, dtypes_mask(DType::f32))
+      .that(args.scoring <= RouteScoring::sigmoid, "scoring", static_cast<double>(args.scoring),
+            "softmax (0), softmax_chosen (1) or sigmoid (2)")
+      .that(std::isfinite(args.scale), "scale", args.scale, "a finite number");
+  VIVACE_TRY(check.status());
+  const int64_t experts = check["experts"], top_k = check["top_k"];
+  if (args.groups < 1 || experts % args.groups != 0) {
+    return invalid_argument("route_top_k: groups is {}, needs a divisor of experts = {}", args.groups,
+                            experts);
+  }
+  if (args.top_groups < 1 || args.top_groups > args.groups) {
+    return invalid_argument("route_top_k: top_groups is {}, needs 1 to groups = {}", args.top_groups,
+                            args.groups);
+  }
+  const int64_t reachable = experts / args.groups * args.top_groups;
+  if (top_k > reachable) {
+    return invalid_argument(
+        "route_top_k: expert_ids.shape[1] is {}, needs at most {}, the experts in {} of {} groups", top_k,
+        reachable, args.top_groups, args.groups);
+  }
+  if (args.zero_experts < 0 || args.zero_experts > experts) {
+    return invalid_argument("route_top_k: zero_experts is {}, needs 0 to experts = {}", args.zero_experts,
+                            experts);
+  }
+  if (args.zero_weight.present() != (args.zero_experts > 0)) {
+    return invalid_argument(
+        "route_top_k: zero_weight is {} with zero_experts = {}, needs a tensor exactly "
+        "when there are zero experts",
+        to_string(args.zero_weight), args.zero_experts);
+  }
+  if (args.scores.shape[0] == 0) return {};
+  return dispatch(kRouteTopK, args, stream);
+}
+
+Cost route_top_k_cost(const RouteTopKArgs& args) {
+  const int64_t choices = args.expert_ids.elements();
+  return {args.scores.bytes() + args.expert_ids.bytes() + args.expert_weights.bytes(),
+          4 * args.scores.elements() + 2 * choices};
+}
+
+Choice route_top_k_explain(const RouteTopKArgs& args, const Stream& stream) {
+  return explain(kRouteTopK, args, stream);
+}
+
+}  // namespace vivace
