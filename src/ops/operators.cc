@@ -3,8 +3,13 @@
 
 #include "src/core/dispatch.h"
 #include "src/ops/embedding/table.h"
+#include "src/ops/fused_moe/table.h"
 #include "src/ops/linear/table.h"
 #include "src/ops/rms_norm/table.h"
+#include "src/ops/route_top_k/table.h"
+#include "src/ops/router_gemm/table.h"
+#include "src/ops/sampler/table.h"
+#include "src/ops/silu_mul/table.h"
 
 namespace vivace {
 
@@ -13,6 +18,11 @@ const std::vector<OpInfo>& operators() {
       info_of(kRmsNorm),
       info_of(kLinear),
       info_of(kEmbedding),
+      info_of(kRouterGemm),
+      info_of(kRouteTopK),
+      info_of(kFusedMoe),
+      info_of(kSiluMul),
+      info_of(kSampler),
   };
   return all;
 }
