@@ -2,6 +2,10 @@
 // counters.
 
 #include "src/core/dispatch.h"
+#include "src/ops/attention_decode/table.h"
+#include "src/ops/attention_prefill/table.h"
+#include "src/ops/attention_prologue/table.h"
+#include "src/ops/decode_schedule/table.h"
 #include "src/ops/embedding/table.h"
 #include "src/ops/fused_moe/table.h"
 #include "src/ops/linear/table.h"
@@ -18,6 +22,10 @@ const std::vector<OpInfo>& operators() {
       info_of(kRmsNorm),
       info_of(kLinear),
       info_of(kEmbedding),
+      info_of(kAttentionPrologue),
+      info_of(kAttentionPrefill),
+      info_of(kAttentionDecode),
+      info_of(kDecodeSchedule),
       info_of(kRouterGemm),
       info_of(kRouteTopK),
       info_of(kFusedMoe),

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "vivace/attention.h"
+#include "vivace/cost.h"
+#include "vivace/decode_schedule.h"
+#include "vivace/dispatch.h"
+#include "vivace/status.h"
+#include "vivace/stream.h"
+
+namespace vivace {
+
+struct AttentionDecodeArgs {
+  AttentionArgs attention;
+  int64_t max_query_tokens = 1;  ///< no request has more query rows; 1 .. 8
+  DecodeScheduleParams params;   ///< those that `schedule` was made with
+  Tensor schedule;               ///< the map that decode_schedule wrote for these lengths and row ranges
+  Tensor workspace;              ///< u8 or f32, contiguous, at least attention_decode_workspace_bytes() long
+};
+
+/// Attention of one decode step: 1 to 8 query tokens per request, causal among them, over the paged cache,
+/// which already holds the keys and values of these tokens.
+///
+/// Shapes   see AttentionArgs. Any head_dim up to 512, any page_tokens, any ratio heads_q / heads_kv.
+/// Writes   output, lse and the workspace, whose content before and after the call means nothing.
+/// Cost     attention_decode_cost(): every cached key and value of the batch once, if max_pages is full.
+/// Runs     on `stream`; allocates nothing on a device. K and V are read once for all query heads of a group.
+/// Repeats  bit for bit. With params.piece_tiles a row's bits do not depend on the other requests, and equal
+///          those of attention_prefill with split_tokens = piece_tiles * tile_tokens; without it another
+///          company may cut a request elsewhere, which changes fp32 roundings (a few 2^-24 of sum p|v|).
+/// Fails    invalid_argument: a shape, stride, type or option disagrees, or the workspace is too small; on
+///          the CPU also when a length, row range or page id is out of range, or when the map was made for
+///          other lengths or parameters. unsupported: no row fits.
+/// Source   src/ops/attention_decode/, src/ops/attention/
+Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream);
+
+/// Workspace of any call whose shapes, params and max_query_tokens are at most these: extents of q,
+/// page_table and k count, pointers do not. Without params.piece_tiles it does not grow with the batch or its
+/// lengths; with it, it holds every group of requests * max_pages pages.
+Result<int64_t> attention_decode_workspace_bytes(const AttentionDecodeArgs& args, const Stream& stream);
+Cost attention_decode_cost(const AttentionDecodeArgs& args);
+/// Which row would run this call. Shapes and types count, pointers do not.
+Choice attention_decode_explain(const AttentionDecodeArgs& args, const Stream& stream);
+
+}  // namespace vivace

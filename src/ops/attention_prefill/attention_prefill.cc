@@ -1,0 +1,32 @@
+#include "vivace/attention_prefill.h"
+
+#include "src/ops/attention/args.h"
+#include "src/ops/attention_prefill/table.h"
+
+namespace vivace {
+
+Facts attention_prefill_facts(const AttentionPrefillArgs& args) {
+  return attention_facts(args.attention).add("split_tokens", args.split_tokens);
+}
+
+Status attention_prefill(const AttentionPrefillArgs& args, const Stream& stream) {
+  Checker check("attention_prefill");
+  check_attention(check, args.attention);
+  check.that(args.split_tokens >= 0, "split_tokens", static_cast<double>(args.split_tokens), "at least 0");
+  VIVACE_TRY(check.status());
+  if (check["requests"] == 0 || check["tokens"] == 0) return {};
+  if (stream.device == Device::cpu) {
+    VIVACE_TRY(check_attention_contents("attention_prefill", args.attention, 0));
+  }
+  return dispatch(kAttentionPrefill, args, stream);
+}
+
+Cost attention_prefill_cost(const AttentionPrefillArgs& args) {
+  return attention_cost(args.attention);
+}
+
+Choice attention_prefill_explain(const AttentionPrefillArgs& args, const Stream& stream) {
+  return explain(kAttentionPrefill, args, stream);
+}
+
+}  // namespace vivace

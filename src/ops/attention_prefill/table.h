@@ -1,0 +1,20 @@
+#pragma once
+
+#include "src/core/dispatch.h"
+#include "vivace/attention_prefill.h"
+
+namespace vivace {
+
+Status attention_prefill_reference(const AttentionPrefillArgs& args, const Stream& stream);
+
+Facts attention_prefill_facts(const AttentionPrefillArgs& args);
+
+inline constexpr Row<AttentionPrefillArgs> kAttentionPrefillRows[] = {
+    {"reference", Device::cpu, {}, attention_prefill_reference, "float64, straight from the formula"},
+};
+
+inline constexpr Operator<AttentionPrefillArgs> kAttentionPrefill = {
+    "attention_prefill", "causal attention of prompts and chunks over the paged cache",
+    attention_prefill_facts, kAttentionPrefillRows};
+
+}  // namespace vivace

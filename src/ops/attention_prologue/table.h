@@ -1,0 +1,20 @@
+#pragma once
+
+#include "src/core/dispatch.h"
+#include "vivace/attention_prologue.h"
+
+namespace vivace {
+
+Status attention_prologue_reference(const AttentionPrologueArgs& args, const Stream& stream);
+
+Facts attention_prologue_facts(const AttentionPrologueArgs& args);
+
+inline constexpr Row<AttentionPrologueArgs> kAttentionPrologueRows[] = {
+    {"reference", Device::cpu, {}, attention_prologue_reference, "float64, straight from the formula"},
+};
+
+inline constexpr Operator<AttentionPrologueArgs> kAttentionPrologue = {
+    "attention_prologue", "splits qkv, normalises and rotates Q and K, writes K and V into pages",
+    attention_prologue_facts, kAttentionPrologueRows};
+
+}  // namespace vivace

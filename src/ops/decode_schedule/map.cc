@@ -1,0 +1,60 @@
+#include "src/ops/decode_schedule/map.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "src/core/error.h"
+
+namespace vivace {
+
+Result<ScheduleMap> write_records(const DecodeScheduleArgs& args) {
+  using namespace schedule_map;
+  const DecodeScheduleParams& params = args.params;
+  const int64_t requests = args.kv_lengths.shape[0];
+  int32_t* map = args.schedule.as<int32_t>();
+  std::fill(map, map + kHeaderInts, 0);
+  map[kRequests] = static_cast<int32_t>(requests);
+  map[kHeadsKv] = static_cast<int32_t>(params.heads_kv);
+  map[kTileTokens] = static_cast<int32_t>(params.tile_tokens);
+  map[kWorkers] = static_cast<int32_t>(params.workers);
+  map[kPieceTiles] = static_cast<int32_t>(params.piece_tiles);
+  map[kRequestCost] = static_cast<int32_t>(params.request_cost);
+  map[kWindow] = static_cast<int32_t>(params.window);
+  map[kMinTiles] = static_cast<int32_t>(params.min_tiles);
+
+  ScheduleMap result;
+  result.starts = reinterpret_cast<ScheduleView::Start*>(map + kHeaderInts);
+  result.records =
+      reinterpret_cast<ScheduleView::Record*>(map + kHeaderInts + kStartInts * (params.workers + 1));
+  const ScheduleView view(map);
+  const int32_t* lengths = args.kv_lengths.as<const int32_t>();
+  const int32_t* rows = args.query_start.as<const int32_t>();
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  int64_t weight = 0, slots = 0;
+  for (int64_t b = 0; b < requests; ++b) {
+    const int64_t n = int64_t{rows[b + 1]} - rows[b];
+    if (lengths[b] < 0) {
+      return invalid_argument("decode_schedule: kv_lengths[{}] is {}, needs at least 0", b, lengths[b]);
+    }
+    if (n < 0) {
+      return invalid_argument("decode_schedule: query_start[{}] is {}, needs at least {}", b + 1, rows[b + 1],
+                              rows[b]);
+    }
+    const TileRange range = tiles_of(lengths[b], n, params.tile_tokens, params.window);
+    result.records[b] = {static_cast<int32_t>(range.first_tile), static_cast<int32_t>(range.tiles),
+                         static_cast<int32_t>(weight), static_cast<int32_t>(slots)};
+    if (n > 0) weight += params.request_cost + std::max<int64_t>(1, range.tiles);
+    if (n > 0 && view.groups(b) > 1) slots += view.groups(b) * params.heads_kv;
+    if (weight > kMax || slots > kMax) {
+      return invalid_argument(
+          "decode_schedule: the tiles up to request {} exceed 2^31 - 1, needs larger tiles", b);
+    }
+  }
+  result.records[requests] = {0, 0, static_cast<int32_t>(weight), static_cast<int32_t>(slots)};
+  result.weight = weight * params.heads_kv;
+  result.active = active_workers_of(params, weight);
+  map[kActive] = static_cast<int32_t>(result.active);
+  return result;
+}
+
+}  // namespace vivace
