@@ -38,7 +38,7 @@ class LlamaCpp:
 
         self.api = llama_cpp
         self.model = llama_cpp.Llama(model_path=model, n_ctx=2048, n_batch=PREFILL_TOKENS, n_ubatch=PREFILL_TOKENS,
-                                     n_threads=threads, n_threads_batch=threads, verbose=False)
+                                     n_threads=threads, n_threads_batch=threads, no_perf=False, verbose=False)
 
     def perf(self):
         return self.api.llama_perf_context(self.model._ctx.ctx)
