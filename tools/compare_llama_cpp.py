@@ -5,7 +5,7 @@ Setup    python3 -m venv build/llama && build/llama/bin/pip install llama-cpp-py
 Run      build/llama/bin/python tools/compare_llama_cpp.py [--model FILE] [--threads 2] [--runs 3]
 
 Runs alternate (llama.cpp, Vivace, llama.cpp, ...) and medians are printed, so that drift of a shared machine hits both.
-llama.cpp's figures are its own counters (llama_perf_context), so the Python binding's time is not in them. Vivace's are
+llama.cpp is timed around llama_decode alone, so the Python binding's own work is not in its figures. Vivace's are
 those of `generate --json` (ttft_ms, tpot_ms) and `bench serve --json` (throughput and TPOT of 8 concurrent requests).
 """
 
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PREFILL_TOKENS = 512
@@ -35,34 +36,37 @@ def prompt_ids(count, vocab):
 class LlamaCpp:
     def __init__(self, model, threads):
         import llama_cpp
+        import numpy
 
-        self.api = llama_cpp
+        self.api, self.numpy = llama_cpp, numpy
         self.model = llama_cpp.Llama(model_path=model, n_ctx=2048, n_batch=PREFILL_TOKENS, n_ubatch=PREFILL_TOKENS,
-                                     n_threads=threads, n_threads_batch=threads, no_perf=False, verbose=False)
+                                     n_threads=threads, n_threads_batch=threads, verbose=False)
+        self.context, self.vocab = self.model._ctx.ctx, self.model.n_vocab()
 
-    def perf(self):
-        return self.api.llama_perf_context(self.model._ctx.ctx)
+    def decode(self, ids):
+        """Seconds of one llama_decode call that appends `ids`."""
+        batch = self.api.llama_batch_get_one((self.api.llama_token * len(ids))(*ids), len(ids))
+        begin = time.perf_counter()
+        if self.api.llama_decode(self.context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        self.api.llama_synchronize(self.context)
+        return time.perf_counter() - begin
 
     def reset(self):
-        self.model.reset()
-        self.api.llama_memory_clear(self.api.llama_get_memory(self.model._ctx.ctx), True)
-        self.api.llama_perf_context_reset(self.model._ctx.ctx)
+        self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def run(self):
-        """Milliseconds per prefilled token and per decoded token."""
+        """Milliseconds per prefilled token and per decoded token (greedy; the arg max is not in the time)."""
         self.reset()
-        self.model.eval(prompt_ids(PREFILL_TOKENS, self.model.n_vocab()))
-        perf = self.perf()
-        prefill = perf.t_p_eval_ms / max(perf.n_p_eval, 1)
+        prefill = self.decode(prompt_ids(PREFILL_TOKENS, self.vocab))
         self.reset()
-        self.model.eval(prompt_ids(16, self.model.n_vocab()))
-        token = 504
-        self.api.llama_perf_context_reset(self.model._ctx.ctx)
+        self.decode(prompt_ids(16, self.vocab))
+        token, times = 504, []
         for _ in range(DECODE_TOKENS):
-            self.model.eval([token])
-            token = int(self.model.scores[self.model.n_tokens - 1].argmax())
-        perf = self.perf()
-        return {"prefill_ms": prefill, "decode_ms": perf.t_eval_ms / max(perf.n_eval, 1)}
+            times.append(self.decode([token]))
+            logits = self.api.llama_get_logits_ith(self.context, -1)
+            token = int(self.numpy.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
+        return {"prefill_ms": 1e3 * prefill / PREFILL_TOKENS, "decode_ms": 1e3 * sum(times) / len(times)}
 
 
 class Vivace:
@@ -100,7 +104,7 @@ def main():
     args = parser.parse_args()
 
     peer = LlamaCpp(args.model, args.threads)
-    ours = Vivace(args.program, args.model, args.threads, peer.model.n_vocab())
+    ours = Vivace(args.program, args.model, args.threads, peer.vocab)
     peer.run()  # warm up: page cache, thread pools
     rows = []
     for run in range(args.runs):
