@@ -45,7 +45,8 @@ class LlamaCpp:
 
     def decode(self, ids):
         """Seconds of one llama_decode call that appends `ids`."""
-        batch = self.api.llama_batch_get_one((self.api.llama_token * len(ids))(*ids), len(ids))
+        tokens = (self.api.llama_token * len(ids))(*ids)  # the batch points into it
+        batch = self.api.llama_batch_get_one(tokens, len(ids))
         begin = time.perf_counter()
         if self.api.llama_decode(self.context, batch) != 0:
             raise RuntimeError("llama_decode failed")
