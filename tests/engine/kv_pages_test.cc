@@ -1,0 +1,230 @@
+#include "src/engine/kv_pages.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <numeric>
+#include <random>
+
+namespace vivace::engine {
+namespace {
+
+using Tokens = std::vector<int32_t>;
+
+Tokens count_from(int32_t first, int64_t tokens) {
+  Tokens ids(static_cast<size_t>(tokens));
+  std::iota(ids.begin(), ids.end(), first);
+  return ids;
+}
+
+#define EXPECT_AUDIT(pages, ...)                                 \
+  do {                                                           \
+    const std::vector<const PageChain*> chains_ = {__VA_ARGS__}; \
+    const Status status_ = (pages).audit(chains_);               \
+    EXPECT_TRUE(status_.ok()) << status_.message();              \
+  } while (0)
+
+/// A chain with the keys and values of all `ids`, published.
+PageChain fill(KvPages& pages, const std::string& salt, const Tokens& ids) {
+  PageChain chain = pages.take(pages.find(salt, ids, static_cast<int64_t>(ids.size()) - 1));
+  const int64_t wanted = (static_cast<int64_t>(ids.size()) + pages.page_tokens() - 1) / pages.page_tokens();
+  EXPECT_TRUE(pages.grow(chain, wanted));
+  pages.publish(chain, salt, ids);
+  return chain;
+}
+
+int64_t hit_tokens(const KvPages& pages, const std::string& salt, const Tokens& ids) {
+  const PrefixHit hit = pages.find(salt, ids, static_cast<int64_t>(ids.size()));
+  return static_cast<int64_t>(hit.chain.pages.size()) * pages.page_tokens();
+}
+
+TEST(KvPages, GrowIsAllOrNothing) {
+  KvPages pages({.pages = 4, .page_tokens = 16});
+  PageChain a, b;
+  EXPECT_TRUE(pages.grow(a, 3));
+  EXPECT_FALSE(pages.grow(b, 2));
+  EXPECT_TRUE(b.pages.empty());
+  EXPECT_EQ(pages.free_pages(), 1);
+  EXPECT_AUDIT(pages, &a, &b);
+  pages.release(a);
+  pages.release(a);  // an empty chain: nothing is freed twice
+  EXPECT_EQ(pages.free_pages(), 4);
+  EXPECT_AUDIT(pages, );
+}
+
+TEST(KvPages, PublishedPagesOutliveTheirChainAndAreShared) {
+  KvPages pages({.pages = 8, .page_tokens = 4});
+  const Tokens ids = count_from(0, 10);
+  PageChain a = fill(pages, "", ids);
+  const Tokens kept(a.pages.begin(), a.pages.begin() + 2);
+  EXPECT_EQ(pages.find("", ids, 100).idle_pages, 0);
+  PageChain b = pages.take(pages.find("", ids, 9));
+  EXPECT_EQ(b.pages, kept);
+  EXPECT_EQ(pages.sole_pages(a), 1);
+  EXPECT_EQ(pages.sole_pages(b), 0);
+  EXPECT_AUDIT(pages, &a, &b);
+  pages.release(a);
+  EXPECT_EQ(pages.idle_pages(), 0);
+  pages.release(b);
+  EXPECT_EQ(pages.idle_pages(), 2);
+  EXPECT_EQ(pages.available(), 8);
+  EXPECT_EQ(pages.find("", ids, 100).idle_pages, 2);
+  EXPECT_AUDIT(pages, );
+}
+
+TEST(KvPages, SaltsAndOtherBeginningsDoNotShare) {
+  KvPages pages({.pages = 16, .page_tokens = 4});
+  PageChain a = fill(pages, "tenant", count_from(0, 8));
+  EXPECT_EQ(hit_tokens(pages, "tenant", count_from(0, 8)), 8);
+  EXPECT_EQ(hit_tokens(pages, "", count_from(0, 8)), 0);
+  EXPECT_EQ(hit_tokens(pages, "tenant2", count_from(0, 8)), 0);
+  Tokens other = count_from(0, 8);
+  other[0] = 99;
+  EXPECT_EQ(hit_tokens(pages, "tenant", other), 0) << "the second page alone is not a prefix";
+  other = count_from(0, 8);
+  other[7] = 99;
+  EXPECT_EQ(hit_tokens(pages, "tenant", other), 4);
+  pages.release(a);
+}
+
+// https://github.com/vllm-project/vllm/pull/17999 - a prompt that is cached entirely leaves nothing to compute.
+TEST(KvPages, H37LimitLeavesATokenToCompute) {
+  const std::map<int64_t, int64_t> cached = {{63, 0}, {64, 0}, {65, 64}, {128, 64}, {129, 128}};
+  for (const auto& [length, want] : cached) {
+    KvPages pages({.pages = 8, .page_tokens = 64});
+    const Tokens ids = count_from(0, length);
+    PageChain a = fill(pages, "", ids);
+    pages.release(a);
+    EXPECT_EQ(static_cast<int64_t>(pages.find("", ids, length - 1).chain.pages.size()) * 64, want) << length;
+  }
+}
+
+TEST(KvPages, EvictsTheLeastRecentlyReleasedAndEndsBeforeBeginnings) {
+  KvPages pages({.pages = 6, .page_tokens = 4});
+  PageChain a = fill(pages, "", count_from(0, 12)), b = fill(pages, "", count_from(100, 12));
+  pages.release(a);
+  pages.release(b);
+  PageChain c;
+  EXPECT_TRUE(pages.grow(c, 1));
+  EXPECT_EQ(hit_tokens(pages, "", count_from(0, 12)), 8);
+  EXPECT_EQ(hit_tokens(pages, "", count_from(100, 12)), 12);
+  PageChain again = pages.take(pages.find("", count_from(0, 12), 12));  // used: now b is the older one
+  pages.release(again);
+  EXPECT_TRUE(pages.grow(c, 3));
+  EXPECT_EQ(hit_tokens(pages, "", count_from(0, 12)), 8);
+  EXPECT_EQ(hit_tokens(pages, "", count_from(100, 12)), 4);
+  EXPECT_AUDIT(pages, &c);
+}
+
+TEST(KvPages, ACopyOfACachedPageStaysPrivate) {
+  KvPages pages({.pages = 8, .page_tokens = 4});
+  PageChain a, b;  // both computed at the same time
+  ASSERT_TRUE(pages.grow(a, 2) && pages.grow(b, 2));
+  pages.publish(a, "", count_from(0, 8));
+  pages.publish(b, "", count_from(0, 8));
+  EXPECT_EQ(pages.find("", count_from(0, 8), 8).chain.pages, a.pages);
+  EXPECT_AUDIT(pages, &a, &b);
+  pages.release(b);
+  EXPECT_EQ(pages.idle_pages(), 0);
+  EXPECT_EQ(pages.free_pages(), 6);
+  pages.release(a);
+  EXPECT_EQ(pages.idle_pages(), 2);
+  EXPECT_AUDIT(pages, );
+}
+
+TEST(KvPages, WithoutPrefixCacheNothingIsKept) {
+  KvPages pages({.pages = 8, .page_tokens = 4, .prefix_cache = false});
+  PageChain a = fill(pages, "", count_from(0, 8));
+  EXPECT_EQ(hit_tokens(pages, "", count_from(0, 8)), 0);
+  pages.release(a);
+  EXPECT_EQ(pages.free_pages(), 8);
+}
+
+TEST(KvPages, AuditNoticesALostHolder) {
+  KvPages pages({.pages = 8, .page_tokens = 4});
+  PageChain a = fill(pages, "", count_from(0, 8));
+  EXPECT_EQ(pages.audit({}).code(), Code::internal);
+  const std::vector<const PageChain*> twice = {&a, &a};
+  EXPECT_EQ(pages.audit(twice).code(), Code::internal);
+  PageChain stranger{.pages = {8}};
+  const std::vector<const PageChain*> outside = {&a, &stranger};
+  EXPECT_NE(pages.audit(outside).message().find("page 8 of 8"), std::string::npos);
+  EXPECT_AUDIT(pages, &a);
+}
+
+/// Random traffic over few tokens, so that prefixes repeat. `contents` plays the KV memory: what each page
+/// was last filled with, which a hit must find unchanged.
+void traffic(uint64_t seed, int hash_bits, int64_t& hits) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](uint64_t n) { return static_cast<int64_t>(random() % n); };
+  const int64_t page_tokens = int64_t{1} << below(4);
+  KvPages pages({.pages = 1 + below(40), .page_tokens = page_tokens, .hash_bits = hash_bits});
+  std::vector<std::pair<std::string, Tokens>> contents(static_cast<size_t>(pages.pages()));
+  struct Holder {
+    PageChain chain;
+    std::string salt;
+    Tokens ids;
+  };
+  std::vector<std::unique_ptr<Holder>> holders;
+  for (int step = 0; step < 2000; ++step) {
+    if (below(2) == 0) {
+      auto h = std::make_unique<Holder>();
+      h->salt = below(3) == 0 ? "x" : "";
+      h->ids.resize(static_cast<size_t>(1 + below(static_cast<uint64_t>(6 * page_tokens))));
+      for (int32_t& id : h->ids) id = static_cast<int32_t>(below(20) == 0);
+      const PrefixHit hit = pages.find(h->salt, h->ids, static_cast<int64_t>(h->ids.size()) - 1);
+      const int64_t before = pages.available();
+      h->chain = pages.take(hit);
+      ASSERT_EQ(pages.available(), before - hit.idle_pages);
+      hits += static_cast<int64_t>(h->chain.pages.size());
+      for (size_t i = 0; i < h->chain.pages.size(); ++i) {
+        const Tokens prefix(h->ids.begin(), h->ids.begin() + static_cast<int64_t>(i + 1) * page_tokens);
+        ASSERT_EQ(contents[static_cast<size_t>(h->chain.pages[i])], std::pair(h->salt, prefix))
+            << "wrong prefix";
+      }
+      const size_t cached = h->chain.pages.size();
+      if (pages.grow(h->chain, (static_cast<int64_t>(h->ids.size()) + page_tokens - 1) / page_tokens)) {
+        for (size_t i = cached; i < h->chain.pages.size(); ++i) {
+          const size_t end = std::min(h->ids.size(), (i + 1) * static_cast<size_t>(page_tokens));
+          contents[static_cast<size_t>(h->chain.pages[i])] = {h->salt,
+                                                              Tokens(h->ids.begin(), h->ids.begin() + end)};
+        }
+        if (below(4) != 0) pages.publish(h->chain, h->salt, h->ids);
+      }
+      holders.push_back(std::move(h));
+    } else if (!holders.empty()) {
+      const auto victim = holders.begin() + below(holders.size());
+      pages.release((*victim)->chain);
+      holders.erase(victim);
+    }
+    std::vector<const PageChain*> chains;
+    for (const auto& h : holders) chains.push_back(&h->chain);
+    const Status audit = pages.audit(chains);
+    ASSERT_TRUE(audit.ok()) << audit.message() << " after step " << step;
+  }
+  for (const auto& h : holders) pages.release(h->chain);
+  EXPECT_EQ(pages.available(), pages.pages());
+}
+
+TEST(KvPages, RandomTrafficAuditsAndFindsOnlyRightPrefixes) {
+  int64_t hits = 0;
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE(seed);
+    traffic(seed, 64, hits);
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(hits, 1000);
+}
+
+TEST(KvPages, EqualHashesNeverServeAWrongPrefix) {
+  int64_t hits = 0;
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    SCOPED_TRACE(seed);
+    traffic(seed, static_cast<int>(seed % 5), hits);
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(hits, 100);
+}
+
+}  // namespace
+}  // namespace vivace::engine
