@@ -21,14 +21,14 @@ struct ModelOptions {
   bool exact = false;          ///< no activation quantisation inside linear
   bool deterministic = false;  ///< batch-invariant attention schedule
   std::string router_mode = "exact";
-  int64_t page_tokens = 16;
-  int64_t max_tokens = 512;  ///< tokens per step that scratch is sized for
-  int64_t max_requests = 64;
+  int64_t page_tokens = 16;   ///< a power of two, 1..256
+  int64_t max_tokens = 512;   ///< tokens per step that scratch is sized for
+  int64_t max_requests = 64;  ///< requests per step
   int64_t max_model_len = 0;  ///< 0: the model's own
 };
 
 /// The tokens of one step; fields as in engine::StepInput. `logit_rows` are the tokens whose logits are
-/// wanted.
+/// wanted, in any order.
 struct ForwardInput {
   std::span<const int32_t> token_ids, positions;
   std::span<const int64_t> slots;
@@ -54,14 +54,20 @@ class Model {
 
   /// Binds the weights (views of the mapped files; nothing is copied that can be used in place) and checks
   /// every shape. The checkpoint must outlive the model.
+  /// Fails  not_found, invalid_argument, unsupported: as bind_weights() says, or an option out of range.
   static Result<std::unique_ptr<Model>> load(const Checkpoint& checkpoint, const ModelOptions& options);
 
   virtual const ModelConfig& config() const = 0;
+  virtual const ModelOptions& options() const = 0;
   virtual int64_t max_model_len() const = 0;
-  /// Bytes that one KV page takes over all layers, and making the pool of `pages`.
+  /// Bytes that one KV page takes over all layers.
   virtual int64_t page_bytes() const = 0;
-  virtual Status allocate_pages(int64_t pages) = 0;
-  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`.
+  /// Makes a pool of `pages` KV pages and the scratch that steps on `stream` need; replaces what there was. Memory is
+  /// resident only where a step wrote it.
+  virtual Status allocate_pages(int64_t pages, const Stream& stream) = 0;
+  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`. Allocates nothing.
+  /// Fails  invalid_argument: sizes disagree with each other, with the options or with the pool; ids, positions, slots
+  /// and pages out of range are refused by the operators that use them.
   virtual Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
   /// The operator calls of one decode step with `batch` requests, layer by layer, and which row each would
   /// take.

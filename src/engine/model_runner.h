@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "src/engine/runner.h"
+#include "src/model/checkpoint.h"
+#include "src/model/model.h"
+#include "vivace/engine.h"
+#include "vivace/status.h"
+
+namespace vivace::engine {
+
+/// The model's part of the engine's options: a step holds at most token_budget tokens and max_batch requests.
+model::ModelOptions model_options_of(const EngineOptions& options);
+
+/// How many KV pages a runner makes.
+struct PoolSize {
+  int64_t page_bytes = 0;         ///< of one page over all layers
+  int64_t pages_per_request = 0;  ///< for max_model_len tokens
+  int64_t kv_memory_bytes = 0;    ///< as asked for; 0: choose
+  int64_t max_batch = 1;
+  int64_t available_bytes = 0;  ///< of this machine; 0: unknown
+};
+/// As many pages as kv_memory_bytes holds; without it, enough for a few requests of full length, at most a quarter of
+/// the machine's available memory, and at least one request. The pool costs resident memory only where it is used.
+/// invalid_argument: kv_memory_bytes cannot hold one request of full length; the message states both and the options to
+/// change. out_of_memory: without it, not even one request fits into the memory available.
+Result<int64_t> pages_of(const PoolSize& size);
+
+/// A runner of this model on the CPU: binds its weights, makes threads, KV pages and scratch.
+/// Fails  invalid_argument, unsupported: an option is out of range; also as Model::load() and pages_of() do.
+Result<std::unique_ptr<Runner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
+                                                  const EngineOptions& options);
+
+}  // namespace vivace::engine

@@ -1,0 +1,227 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "src/model/config.h"
+#include "src/model/weights.h"
+#include "vivace/attention_decode.h"
+#include "vivace/attention_prefill.h"
+#include "vivace/attention_prologue.h"
+#include "vivace/decode_schedule.h"
+#include "vivace/embedding.h"
+#include "vivace/fused_moe.h"
+#include "vivace/linear.h"
+#include "vivace/rms_norm.h"
+#include "vivace/route_top_k.h"
+#include "vivace/router_gemm.h"
+#include "vivace/silu_mul.h"
+#include "vivace/status.h"
+#include "vivace/tensor.h"
+
+namespace vivace::model {
+
+/// Some of the requests of a step: those with one token each, or the prompt chunks. `starts` are rows of the whole
+/// step.
+struct RequestGroup {
+  Tensor kv_lengths;  ///< i32 [requests]
+  Tensor starts;      ///< i32 [requests + 1]
+  Tensor page_table;  ///< i32 [requests, max_pages]
+
+  int64_t requests() const { return kv_lengths.present() ? kv_lengths.shape[0] : 0; }
+};
+
+/// One step as tensors. Pointers may be null when nothing runs (ops explain, workspace sizes).
+struct Step {
+  Tensor token_ids;  ///< i32 [tokens]
+  Tensor positions;  ///< i32 [tokens]
+  Tensor slots;      ///< i64 [tokens]
+  RequestGroup decodes, chunks;
+  std::span<const int64_t> logit_rows;
+  bool all_rows = false;  ///< logit_rows are 0, 1, ..., tokens - 1
+  Tensor logits;          ///< f32 [logit_rows, vocab]
+
+  int64_t tokens() const { return token_ids.shape[0]; }
+};
+
+/// The activations between the operators of a step, f32 [max_tokens, ...] each. A step uses the first rows.
+struct Activations {
+  Tensor residual;                            ///< [hidden]: the residual stream
+  Tensor picked;                              ///< [hidden]: its rows whose logits are wanted
+  Tensor normed, delta;                       ///< [hidden]: input and output of a block
+  Tensor qkv, q, attended;                    ///< [(heads_q + 2 heads_kv) * head_dim], [heads_q * head_dim]
+  Tensor gate_up;                             ///< [2 * intermediate]; absent without dense layers
+  Tensor scores, expert_ids, expert_weights;  ///< [experts], i32 [top_k], [top_k]; absent in a dense model
+  Tensor schedule;                            ///< i32, one map for all layers
+  Tensor linear_scratch, attention_scratch, moe_scratch;  ///< u8
+};
+
+/// Everything that the calls of a step are made of.
+struct LayerGraph {
+  ModelConfig config;
+  Weights weights;
+  Activations buffers;
+  Tensor cos_sin;            ///< f32 [max_model_len, rotary_dim]
+  std::vector<Tensor> k, v;  ///< per layer [pages, page_tokens, heads_kv, head_dim]
+  DecodeScheduleParams schedule;
+  bool exact = false;
+};
+
+namespace internal {
+
+/// Columns [begin, begin + count) of a matrix.
+inline Tensor columns(Tensor matrix, int64_t begin, int64_t count) {
+  if (matrix.data != nullptr) matrix.data = matrix.as<float>() + begin;
+  matrix.shape[1] = count;
+  return matrix;
+}
+
+/// [tokens, heads * head_dim] as [tokens, heads, head_dim].
+inline Tensor as_heads(const Tensor& matrix, int64_t heads, int64_t head_dim) {
+  Tensor view = matrix;
+  view.rank = 3;
+  view.shape = {matrix.shape[0], heads, head_dim};
+  view.stride = {matrix.stride[0], head_dim, 1};
+  return view;
+}
+
+}  // namespace internal
+
+/// Walks one step: calls run(layer, args) for every operator in the order of the data flow, and run.pick(from, to, rows)
+/// where only some rows go on. One walk serves running, explaining and sizing, so they cannot disagree.
+///
+/// The residual stream is updated by the norm that follows a block: rms_norm adds the block's output to it and
+/// normalises the sum in one pass. After attention in the last layer only rows whose logits are wanted go on; a step
+/// without any ends at that layer's keys and values.
+template <class Run>
+Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
+  const ModelConfig& config = graph.config;
+  const Activations& buffers = graph.buffers;
+  const int64_t width_q = config.heads_q * config.head_dim, width_kv = config.heads_kv * config.head_dim;
+  int64_t tokens = step.tokens();
+  Tensor residual = buffers.residual.rows(0, tokens), normed = buffers.normed.rows(0, tokens);
+  Tensor delta;  // what the block before left to be added
+
+  VIVACE_TRY(run(-1, EmbeddingArgs{.ids = step.token_ids, .table = graph.weights.embedding, .y = residual}));
+  if (step.decodes.requests() > 0) {
+    VIVACE_TRY(run(-1, DecodeScheduleArgs{.kv_lengths = step.decodes.kv_lengths,
+                                          .query_start = step.decodes.starts,
+                                          .params = graph.schedule,
+                                          .schedule = buffers.schedule}));
+  }
+  const auto norm = [&](int64_t layer, const Tensor& weight) {
+    RmsNormArgs args{.x = residual, .weight = weight, .y = normed, .eps = config.rms_eps};
+    if (delta.present()) {
+      args.x = delta;
+      args.residual = residual;
+    }
+    return run(layer, args);
+  };
+  const auto project = [&](int64_t layer, const Tensor& x, std::initializer_list<LinearPart> parts) {
+    LinearArgs args{.x = x, .exact = graph.exact, .workspace = buffers.linear_scratch};
+    args.part_count = 0;
+    for (const LinearPart& part : parts) args.parts[args.part_count++] = part;
+    return run(layer, args);
+  };
+
+  for (int64_t l = 0; l < config.layers; ++l) {
+    const LayerWeights& weights = graph.weights.layers[l];
+    const bool last = l + 1 == config.layers;
+
+    VIVACE_TRY(norm(l, weights.input_norm));
+    const Tensor qkv = buffers.qkv.rows(0, tokens);
+    VIVACE_TRY(project(l, normed,
+                       {{.weight = weights.q, .y = internal::columns(qkv, 0, width_q)},
+                        {.weight = weights.k, .y = internal::columns(qkv, width_q, width_kv)},
+                        {.weight = weights.v, .y = internal::columns(qkv, width_q + width_kv, width_kv)}}));
+    const Tensor q = internal::as_heads(buffers.q.rows(0, tokens), config.heads_q, config.head_dim);
+    VIVACE_TRY(run(l, AttentionPrologueArgs{.qkv = qkv,
+                                            .q_norm_weight = weights.q_norm,
+                                            .k_norm_weight = weights.k_norm,
+                                            .cos_sin = graph.cos_sin,
+                                            .positions = step.positions,
+                                            .slots = step.slots,
+                                            .q = q,
+                                            .k = graph.k[l],
+                                            .v = graph.v[l],
+                                            .qk_norm = config.qk_norm ? QkNorm::norm_then_rope : QkNorm::none,
+                                            .rope_style = config.rope_style == RopeStyle::neox
+                                                              ? vivace::RopeStyle::neox
+                                                              : vivace::RopeStyle::interleaved,
+                                            .eps = config.rms_eps}));
+    if (last && step.logit_rows.empty()) return {};
+
+    Tensor attended = buffers.attended.rows(0, tokens);
+    AttentionArgs attention{.q = q,
+                            .k = graph.k[l],
+                            .v = graph.v[l],
+                            .output = internal::as_heads(attended, config.heads_q, config.head_dim),
+                            .window = config.sliding_window};
+    const auto of_group = [&](const RequestGroup& group) {
+      attention.page_table = group.page_table;
+      attention.kv_lengths = group.kv_lengths;
+      attention.query_start = group.starts;
+      return attention;
+    };
+    if (step.decodes.requests() > 0) {
+      VIVACE_TRY(run(l, AttentionDecodeArgs{.attention = of_group(step.decodes),
+                                            .params = graph.schedule,
+                                            .schedule = buffers.schedule,
+                                            .workspace = buffers.attention_scratch}));
+    }
+    if (step.chunks.requests() > 0) {
+      VIVACE_TRY(run(
+          l, AttentionPrefillArgs{.attention = of_group(step.chunks),
+                                  .split_tokens = graph.schedule.piece_tiles * graph.schedule.tile_tokens}));
+    }
+    if (last && !step.all_rows) {
+      tokens = static_cast<int64_t>(step.logit_rows.size());
+      const Tensor picked = buffers.picked.rows(0, tokens), picked_attended = buffers.q.rows(0, tokens);
+      run.pick(residual, picked, step.logit_rows);
+      run.pick(attended, picked_attended, step.logit_rows);  // the queries were read: their buffer is free
+      residual = picked;
+      attended = picked_attended;
+      normed = buffers.normed.rows(0, tokens);
+    }
+    delta = buffers.delta.rows(0, tokens);
+    VIVACE_TRY(project(l, attended, {{.weight = weights.o, .y = delta}}));
+
+    VIVACE_TRY(norm(l, weights.post_attention_norm));
+    if (weights.experts.empty()) {
+      const Tensor both = buffers.gate_up.rows(0, tokens);
+      const Tensor gate = internal::columns(both, 0, config.intermediate);
+      const Tensor up = internal::columns(both, config.intermediate, config.intermediate);
+      VIVACE_TRY(project(l, normed,
+                         {{.weight = weights.dense.gate, .y = gate}, {.weight = weights.dense.up, .y = up}}));
+      VIVACE_TRY(run(l, SiluMulArgs{.gate = gate, .up = up, .y = gate}));
+      VIVACE_TRY(project(l, gate, {{.weight = weights.dense.down, .y = delta}}));
+    } else {
+      const Tensor scores = buffers.scores.rows(0, tokens), ids = buffers.expert_ids.rows(0, tokens);
+      const Tensor expert_weights = buffers.expert_weights.rows(0, tokens);
+      VIVACE_TRY(run(l, RouterGemmArgs{.x = normed,
+                                       .weight = weights.router,
+                                       .weight_version = weights.router.version,
+                                       .scores = scores}));
+      VIVACE_TRY(
+          run(l, RouteTopKArgs{.scores = scores,
+                               .correction_bias = weights.expert_bias,
+                               .expert_ids = ids,
+                               .expert_weights = expert_weights,
+                               .scoring = config.router_score == RouterScore::softmax ? RouteScoring::softmax
+                                                                                      : RouteScoring::sigmoid,
+                               .renormalise = config.router_renormalise,
+                               .scale = config.router_scale}));
+      VIVACE_TRY(run(l, FusedMoeArgs{.x = normed,
+                                     .experts = weights.experts,
+                                     .shared = weights.shared,
+                                     .expert_ids = ids,
+                                     .expert_weights = expert_weights,
+                                     .y = delta,
+                                     .workspace = buffers.moe_scratch}));
+    }
+  }
+  VIVACE_TRY(norm(-1, graph.weights.norm));
+  return project(-1, normed, {{.weight = graph.weights.lm_head, .y = step.logits}});
+}
+
+}  // namespace vivace::model
