@@ -18,13 +18,23 @@ enum class SpecialTokens {
 
 /// Byte-level BPE as a tokenizer.json or GGUF metadata describes it: normaliser (none, NFC), added tokens,
 /// the file's pre-tokenizer pattern, merges. Immutable after construction: any thread may call any method.
+///
+/// Control tokens are the added tokens marked special (GGUF: token types 2 and 3). Added tokens that are not
+/// (`<think>`, `<tool_call>` of Qwen3; GGUF type 4) are ordinary vocabulary with a spelling of their own: their text
+/// becomes the token in both modes, as in Hugging Face's tokenizers. With `as_text`, encode() returns no
+/// control id, whatever the text. Bytes that are not valid UTF-8 are encoded as U+FFFD, one per maximal
+/// invalid sequence. Bytes that have no token become the unknown token if the file names one that is not a
+/// control token, else they are dropped.
 class Tokenizer {
  public:
+  /// invalid_argument: the source is broken. unsupported: it asks for something else (WordPiece,
+  /// byte_fallback, an unknown `tokenizer.ggml.pre`, ...), named in the message.
   static Result<std::unique_ptr<Tokenizer>> create(const TokenizerSource& source);
   ~Tokenizer();
 
-  /// Linear in the text (no recursion, bounded stack). invalid_argument: `text` is longer than
-  /// `kMaxTextBytes`.
+  /// O(n log n) in the text (no recursion, bounded stack); at most about 30 bytes of scratch per byte of
+  /// text. invalid_argument: `text` is longer than `kMaxTextBytes`, or the file's pattern backtracks without
+  /// end on it.
   Result<std::vector<int32_t>> encode(std::string_view text, SpecialTokens special) const;
   /// The bytes of one token (not necessarily valid UTF-8 by itself); empty for ids outside the vocabulary
   /// and, with `skip_special`, for control tokens.
@@ -62,7 +72,9 @@ class Utf8Stream {
 };
 
 /// Finds stop strings in a growing text. Text that may be the beginning of a stop string is held back; the
-/// earliest match wins (at the same start, the longest), and nothing from its first byte on is delivered.
+/// match that is completed first wins (of those completed by the same byte, the longest), and nothing from
+/// its first byte on is delivered. Text and match do not depend on how the text was cut. Cost: O(stops) per
+/// byte. Empty stops are ignored.
 class StopMatcher {
  public:
   explicit StopMatcher(std::vector<std::string> stops);
@@ -76,9 +88,15 @@ class StopMatcher {
   std::string finish();
 
  private:
-  std::vector<std::string> stops_;
+  struct Stop {
+    std::string text;
+    std::vector<size_t> fallback;  ///< by matched bytes: the longest proper border of that prefix
+    size_t matched = 0;
+  };
+  void reset();
+
+  std::vector<Stop> stops_;
   std::string held_;
-  size_t longest_ = 0;
 };
 
 }  // namespace vivace::model
