@@ -33,25 +33,43 @@ struct TokenizerSource {
 /// over GGUF (v2, v3) and Hugging Face folders (config.json + safetensors, one file or sharded with an
 /// index).
 ///
-/// Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`) whatever the file calls them.
-/// Fused expert tensors have the names `model.layers.N.mlp.experts.gate_up_proj` [experts, 2 I, H] and
-/// `model.layers.N.mlp.experts.down_proj` [experts, H, I]. Hy3's two layouts are given the names of the
-/// per-expert one
-/// (`mlp.router.gate.weight`, `mlp.expert_bias`, `mlp.shared_mlp.*`), except for the fused expert tensors.
-/// Shapes are row-major ([out, in]); a view is valid while the checkpoint lives.
+/// Tensor names are Hugging Face's whatever the file calls them; shapes are row-major, [out, in]. Layer N has
+/// the prefix `model.layers.N.`:
+///
+///   model.embed_tokens.weight, model.norm.weight, lm_head.weight (absent when tied)
+///   N.input_layernorm.weight, N.post_attention_layernorm.weight
+///   N.self_attn.{q,k,v,o}_proj.weight, N.self_attn.{q,k}_norm.weight
+///   N.mlp.{gate,up,down}_proj.weight               a dense MLP
+///   N.mlp.router.gate.weight [experts, H]          both MoE families (Qwen3's files say mlp.gate.weight)
+///   N.mlp.expert_bias [experts]                    Hy3
+///   N.mlp.shared_mlp.{gate,up,down}_proj.weight    Hy3's shared expert
+///   rope_freqs.weight [rotary_dim / 2]             some GGUF files: every RoPE frequency is divided by its
+///                                                  entry (how they carry Llama 3's scaling)
+///
+/// Routed experts come in one of three forms, the same for all of a layer's:
+///   N.mlp.experts.E.{gate,up,down}_proj.weight     one tensor per expert: [I, H], [I, H], [H, I]
+///   N.mlp.experts.gate_up_proj, .down_proj         [experts, 2 I, H] (gate rows first), [experts, H, I]
+///   N.mlp.experts.{gate,up,down}_proj              GGUF: [experts, I, H] twice, [experts, H, I]
+///
+/// A view is valid while the checkpoint lives, and read-only although Tensor cannot say so. Element types are
+/// the file's.
 class Checkpoint {
  public:
   virtual ~Checkpoint() = default;
 
-  /// `path` is a .gguf file, or a folder with config.json.
+  /// `path` is a .gguf file, or a folder with config.json and model.safetensors or model.safetensors.index.json.
+  /// Cost: linear in the directory of the files; no tensor is touched. Messages start with the path.
   static Result<std::unique_ptr<Checkpoint>> open(const std::string& path);
 
   virtual const ModelConfig& config() const = 0;
   virtual const TokenizerSource& tokenizer() const = 0;
   virtual std::vector<std::string> tensor_names() const = 0;
   virtual bool has(std::string_view name) const = 0;
-  /// not_found names the tensor and the file.
+  /// not_found names the tensor and the path; unsupported: its element type is one that DType does not have.
   virtual Result<Tensor> tensor(std::string_view name) const = 0;
+  /// Takes the tensor's pages out of resident memory, for a caller that made its own copy. The view stays valid; the
+  /// next access reads the file again. Pages shared with a neighbour stay.
+  virtual void drop_pages(const Tensor& tensor) const = 0;
   /// Bytes of all mapped files.
   virtual int64_t mapped_bytes() const = 0;
   /// "GGUF v3, llama, 272 tensors" - one line for logs and `doctor`.

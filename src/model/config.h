@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "vivace/status.h"
@@ -52,8 +53,19 @@ struct ModelConfig {
   bool is_moe() const { return experts > 0; }
 };
 
+/// What every reader bounds its sizes by: far above any published model, and small enough that products of
+/// two stay far from overflow and that an array per layer or per expert is harmless.
+namespace limits {
+inline constexpr int64_t kMaxLayers = 4096, kMaxWidth = int64_t{1} << 22, kMaxVocab = int64_t{1} << 24;
+inline constexpr int64_t kMaxHeads = 4096, kMaxHeadDim = 4096, kMaxExperts = 65536;
+inline constexpr int64_t kMaxPosition = int64_t{1} << 31;
+}  // namespace limits
+
 /// Reads a Hugging Face `config.json` as transformers 4 and 5 write it. `generation_config` may be empty; its
-/// eos ids are added. Every number is checked: a message names the field, its value and what would fit.
+/// eos ids are added. An absent field has the value that transformers gives it; sizes without which there is
+/// no model must be present. Every number is checked: a message names the field, its value and what would
+/// fit. unsupported: the values are well-formed and ask for something that is not there (another model_type,
+/// biases, a rope_type, quantised weights).
 Result<ModelConfig> parse_hf_config(std::string_view config_json,
                                     std::string_view generation_config_json = {});
 

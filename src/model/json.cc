@@ -1,0 +1,157 @@
+#include "src/model/json.h"
+
+#include <nlohmann/json.hpp>
+#include <set>
+#include <vector>
+
+#include "src/core/error.h"
+
+namespace vivace::model {
+
+namespace {
+
+using nlohmann::json;
+
+constexpr int kMaxDepth = 64;
+
+// Watches a parse: the parser itself keeps the last of two equal keys and any depth.
+class Guard {
+ public:
+  bool operator()(int depth, json::parse_event_t event, json& parsed) {
+    switch (event) {
+      case json::parse_event_t::object_start:
+      case json::parse_event_t::array_start:
+        if (depth >= kMaxDepth)
+          throw std::length_error(fmt::format("is nested deeper than {} levels", kMaxDepth));
+        if (event == json::parse_event_t::object_start) keys_.emplace_back();
+        break;
+      case json::parse_event_t::object_end:
+        keys_.pop_back();
+        break;
+      case json::parse_event_t::key:
+        if (const auto& key = parsed.get_ref<const std::string&>(); !keys_.back().insert(key).second)
+          throw std::length_error(fmt::format("has the key '{}' twice", key));
+        break;
+      default:
+        break;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::set<std::string>> keys_;
+};
+
+}  // namespace
+
+Result<json> parse_json_object(std::string_view place, std::string_view text) {
+  try {
+    // The parser copies its callback, which is why the guard is referred to.
+    Guard guard;
+    json value = json::parse(text, [&guard](int depth, json::parse_event_t event, json& parsed) {
+      return guard(depth, event, parsed);
+    });
+    if (!value.is_object())
+      return invalid_argument("{}: is {}, needs a JSON object", place, value.type_name());
+    return value;
+  } catch (const json::exception& e) {
+    // The library's text quotes the input; a long or binary quotation helps nobody.
+    return invalid_argument("{}: is not valid JSON: {}", place, std::string_view(e.what()).substr(0, 200));
+  } catch (const std::length_error& e) {
+    return invalid_argument("{}: {}", place, e.what());
+  }
+}
+
+std::string excerpt(const json& value) {
+  if (value.is_structured())
+    return fmt::format("{} with {} elements", value.is_array() ? "a list" : "an object", value.size());
+  std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+  constexpr size_t kLongest = 60;
+  if (text.size() > kLongest) text = text.substr(0, kLongest) + "...";
+  return text;
+}
+
+const json* JsonFields::find(const char* field) const {
+  const auto it = object_->find(field);
+  return it == object_->end() || it->is_null() ? nullptr : &*it;
+}
+
+bool JsonFields::has(const char* field) const {
+  return find(field) != nullptr;
+}
+
+void JsonFields::fail(Status status) {
+  if (status_.ok()) status_ = std::move(status);
+}
+
+int64_t JsonFields::integer(const char* field, int64_t min, int64_t max, std::optional<int64_t> fallback) {
+  const json* value = find(field);
+  if (value == nullptr) {
+    if (!fallback)
+      fail(invalid_argument("{}: {} is missing, needs a whole number in [{}, {}]", place_, field, min, max));
+    return fallback.value_or(min);
+  }
+  // Unsigned values above 2^63 would turn negative in get<int64_t>().
+  const bool fits =
+      value->is_number_integer() &&
+      !(value->is_number_unsigned() && value->get<uint64_t>() > static_cast<uint64_t>(INT64_MAX));
+  if (!fits || value->get<int64_t>() < min || value->get<int64_t>() > max) {
+    fail(invalid_argument("{}: {} is {}, needs a whole number in [{}, {}]", place_, field, excerpt(*value),
+                          min, max));
+    return min;
+  }
+  return value->get<int64_t>();
+}
+
+int64_t JsonFields::integer(std::initializer_list<const char*> names, int64_t min, int64_t max,
+                            std::optional<int64_t> fallback) {
+  const char* chosen = nullptr;
+  int64_t result = 0;
+  for (const char* name : names) {
+    if (!has(name)) continue;
+    const int64_t value = integer(name, min, max);
+    if (chosen == nullptr) {
+      chosen = name;
+      result = value;
+    } else if (value != result) {
+      fail(invalid_argument("{}: {} is {}, but {} is {}; they mean the same", place_, chosen, result, name,
+                            value));
+    }
+  }
+  return chosen != nullptr ? result : integer(*names.begin(), min, max, fallback);
+}
+
+double JsonFields::number(const char* field, std::optional<double> fallback) {
+  const json* value = find(field);
+  if (value == nullptr) {
+    if (!fallback) fail(invalid_argument("{}: {} is missing, needs a number", place_, field));
+    return fallback.value_or(0);
+  }
+  if (!value->is_number()) {
+    fail(invalid_argument("{}: {} is {}, needs a number", place_, field, excerpt(*value)));
+    return fallback.value_or(0);
+  }
+  return value->get<double>();
+}
+
+bool JsonFields::boolean(const char* field, bool fallback) {
+  const json* value = find(field);
+  if (value == nullptr) return fallback;
+  if (!value->is_boolean()) {
+    fail(invalid_argument("{}: {} is {}, needs true or false", place_, field, excerpt(*value)));
+    return fallback;
+  }
+  return value->get<bool>();
+}
+
+std::string JsonFields::text(const char* field, std::string_view fallback) {
+  const json* value = find(field);
+  if (value == nullptr) return std::string(fallback);
+  if (!value->is_string()) {
+    fail(invalid_argument("{}: {} is {}, needs a string", place_, field, excerpt(*value)));
+    return std::string(fallback);
+  }
+  return value->get<std::string>();
+}
+
+}  // namespace vivace::model

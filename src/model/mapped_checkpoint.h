@@ -1,0 +1,47 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "src/model/checkpoint.h"
+#include "src/model/mapped_file.h"
+
+namespace vivace::model {
+
+/// A tensor of a checkpoint, or the reason why it cannot be had (an element type or alignment that nothing
+/// here reads).
+struct StoredTensor {
+  Tensor tensor;
+  Status refusal;
+};
+
+/// The Checkpoint that every reader fills: tensors under their canonical names, views of mapped files.
+class MappedCheckpoint final : public Checkpoint {
+ public:
+  std::string path;  ///< as the caller gave it, for messages
+  ModelConfig model_config;
+  TokenizerSource tokenizer_source;
+  std::map<std::string, StoredTensor, std::less<>> tensors;
+  std::vector<std::shared_ptr<MappedFile>> files;
+  std::string one_line;
+
+  const ModelConfig& config() const override { return model_config; }
+  const TokenizerSource& tokenizer() const override { return tokenizer_source; }
+  std::vector<std::string> tensor_names() const override;
+  bool has(std::string_view name) const override { return tensors.find(name) != tensors.end(); }
+  Result<Tensor> tensor(std::string_view name) const override;
+  void drop_pages(const Tensor& tensor) const override;
+  int64_t mapped_bytes() const override;
+  std::string summary() const override { return one_line; }
+
+  /// invalid_argument: two tensors of the files have the same canonical name.
+  Status add(const std::string& canonical, const std::string& file_name, StoredTensor stored);
+};
+
+/// The two kinds that Checkpoint::open tells apart.
+Result<std::unique_ptr<Checkpoint>> open_gguf(const std::string& path);
+Result<std::unique_ptr<Checkpoint>> open_hf_folder(const std::string& path);
+
+}  // namespace vivace::model
