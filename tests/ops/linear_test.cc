@@ -1,0 +1,311 @@
+#include <fstream>
+#include <iterator>
+
+#include "src/ops/linear/cases.h"
+#include "src/ops/linear/cpu_gemm.h"
+#include "src/ops/linear/panel.h"
+#include "src/ops/linear/table.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace {
+namespace {
+
+/// What an implementation may differ by from float64 in y(t, n), from how it computes.
+class Bounds {
+ public:
+  explicit Bounds(const LinearArgs& args) : args_(args) {}
+
+  Bound of(const LinearPart& part, int64_t n, int64_t t, bool quantized) const {
+    const int64_t k = args_.x.shape[1];
+    const float* x = args_.x.at(t).as<const float>();
+    const auto* row = part.weight.at(n).as<const uint8_t>();
+    std::vector<float> w(static_cast<size_t>(k));
+    dequantize_row(part.weight.dtype, row, k, w.data());
+    double magnitude = part.bias.present() ? std::abs(load(part.bias.dtype, part.bias.data, n)) : 0;
+    double rounding = 0;
+    for (int64_t i = 0; i < k; ++i) magnitude += std::abs(double{w[i]} * x[i]);
+    for (int64_t g = 0; is_block_format(part.weight.dtype) && g < k / 32; ++g) {
+      int16_t q[32];
+      float d, m;
+      cpu::decode_group(part.weight.dtype, row, g, q, d, m);
+      double top = 0, weights = 0;
+      for (int64_t i = 0; i < 32; ++i) {
+        // d q and m are added apart, and each may be larger than the weight.
+        magnitude += (std::abs(double{d} * q[i]) + std::abs(m)) * std::abs(x[32 * g + i]);
+        top = std::max<double>(top, std::abs(x[32 * g + i]));
+        weights += std::abs(w[32 * g + i]);
+      }
+      // Each activation is off by half a step, and the quotient that is rounded by 2^-23 of itself.
+      const bool int8 = cpu::quantized_type_for(part.weight.dtype) == cpu::QuantizedType::int8;
+      const double levels = int8 ? 127 : 16383, step = top / levels;
+      if (quantized) rounding += weights * step * (0.5 + levels * 0x1p-22);
+    }
+    return Bound{rounding, 0} + Bound::fp32_sum(k + 1, magnitude) + Bound::store(DType::f32);
+  }
+
+ private:
+  const LinearArgs& args_;
+};
+
+void expect_close(const LinearArgs& got, const LinearArgs& want, bool quantized) {
+  const Bounds bounds(want);
+  for (int p = 0; p < want.part_count; ++p) {
+    for (int64_t t = 0; t < want.x.shape[0]; ++t) {
+      for (int64_t n = 0; n < want.parts[p].weight.shape[0]; ++n) {
+        const double a = got.parts[p].y.at(t).as<float>()[n], b = want.parts[p].y.at(t).as<float>()[n];
+        const Bound bound = bounds.of(want.parts[p], n, t, quantized);
+        ASSERT_LE(std::abs(a - b), bound.absolute + bound.relative * std::abs(b))
+            << "part " << p << " token " << t << " output " << n << ": " << a << ", reference " << b;
+      }
+    }
+  }
+}
+
+TEST(Linear, EveryRowAgreesWithTheReference) {
+  for (const LinearCase& c : linear_cases(CaseSize::test)) {
+    SCOPED_TRACE(c.name);
+    LinearProblem want(c, 1);
+    ASSERT_OK(linear_reference(want.args, Stream{}));
+    for (const Stream& stream : cpu_streams()) {
+      for_each_fitting_row(kLinear, want.args, stream, [&](const Row<LinearArgs>& row) {
+        SCOPED_TRACE(row.name);
+        LinearProblem got(c, 1);
+        ASSERT_OK(row.run(got.args, stream));
+        expect_close(got.args, want.args, row.name == "cpu.q8");
+        EXPECT_TRUE(got.canaries_intact());
+        if (c.strided) {  // between the parts' rows nothing is written
+          const Tensor& y = got.y[0];
+          for (int64_t t = 0; t < c.tokens; ++t)
+            for (int64_t i = y.shape[1]; i < y.stride[0]; ++i)
+              EXPECT_TRUE(std::isnan(y.as<float>()[t * y.stride[0] + i]));
+        }
+      });
+    }
+  }
+}
+
+TEST(Linear, EveryInstructionSetAgreesWithTheReference) {
+  for (const LinearCase& c : linear_cases(CaseSize::test)) {
+    SCOPED_TRACE(c.name);
+    LinearProblem want(c, 2), got(c, 2);
+    ASSERT_OK(linear_reference(want.args, Stream{}));
+    for (const cpu::Isa isa : {cpu::Isa::baseline, cpu::isa()}) {
+      SCOPED_TRACE(cpu::name_of(isa));
+      const cpu::GemmKernels kernels = cpu::gemm_kernels(isa);
+      for (const bool quantized : {false, true}) {
+        for (int p = 0; p < got.args.part_count; ++p) {
+          const LinearPart& part = got.args.parts[p];
+          const int64_t rows = part.weight.shape[0], k = c.k;
+          const cpu::YRows y{part.y.as<float>(), part.y.stride[0]};
+          if (!quantized || !is_block_format(part.weight.dtype)) {
+            const cpu::XRows x{got.x.as<float>(), got.args.x.stride[0]};
+            kernels.f32(x, c.tokens, part.weight, 0, rows, part.bias, y);
+            continue;
+          }
+          const cpu::QuantizedType type = cpu::quantized_type_for(part.weight.dtype);
+          std::vector<float> memory(c.tokens * cpu::QuantizedRows::row_bytes_for(type, k) / 4 + 1);
+          const cpu::QuantizedRows x{type, k, reinterpret_cast<uint8_t*>(memory.data())};
+          for (int64_t t = 0; t < c.tokens; ++t)
+            kernels.quantize(got.x.as<float>() + t * got.args.x.stride[0], x, t);
+          kernels.quantized(x, c.tokens, part.weight, 0, rows, part.bias, y);
+        }
+        expect_close(got.args, want.args, quantized);
+      }
+    }
+  }
+}
+
+TEST(Linear, ATokenDoesNotDependOnItsCompany) {
+  for (const DType weight : {DType::f32, DType::bf16, DType::f16, DType::q4_0, DType::q4_1, DType::q8_0,
+                             DType::q4_k, DType::q6_k}) {
+    for (const bool exact : {false, true}) {
+      SCOPED_TRACE(std::string(name_of(weight)) + (exact ? " exact" : ""));
+      for (const int64_t k : {int64_t{256}, int64_t{2816}}) {
+        const LinearCase c{"", 150, k, {{weight, 45, DType::f32}}, exact};
+        const Stream stream = cpu_streams()[1];
+        LinearProblem all(c, 3);
+        ASSERT_OK(linear(all.args, stream));
+        for (const int64_t count : {1, 2, 3, 5, 7, 8}) {
+          LinearProblem few(c, 3);
+          for (int64_t t = 0; t + count <= c.tokens; t += 37) {
+            LinearArgs args = few.args;
+            args.x = few.args.x.rows(t, count);
+            args.parts[0].y = few.args.parts[0].y.rows(t, count);
+            ASSERT_OK(linear(args, Stream{}));
+            EXPECT_EQ(0, std::memcmp(args.parts[0].y.data, all.args.parts[0].y.at(t).data,
+                                     count * 45 * sizeof(float)))
+                << count << " tokens from " << t << ", k " << k;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Linear, BlocksHaveTheValuesOfTheirFormat) {
+  std::ifstream file(VIVACE_TEST_DATA "/gguf_blocks.bin", std::ios::binary);
+  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  int formats = 0;
+  for (size_t at = 0; at < bytes.size(); ++formats) {
+    const DType dtype = dtype_from_name(bytes.data() + at);
+    SCOPED_TRACE(name_of(dtype));
+    ASSERT_TRUE(is_block_format(dtype));
+    uint32_t weights;
+    std::memcpy(&weights, bytes.data() + at + 8, sizeof weights);
+    const char* blocks = bytes.data() + at + 12;
+    const int64_t block_bytes = weights / info_of(dtype).block_elements * info_of(dtype).block_bytes;
+    std::vector<float> want(weights), got(weights);
+    std::memcpy(want.data(), blocks + block_bytes, weights * sizeof(float));
+    dequantize_row(dtype, blocks, weights, got.data());
+    for (uint32_t i = 0; i < weights; ++i) {
+      // d q and m are exact in fp32 up to one rounding each; their sum is rounded once more.
+      int16_t q[32];
+      float d, m;
+      cpu::decode_group(dtype, reinterpret_cast<const uint8_t*>(blocks), i / 32, q, d, m);
+      const double allowed = 0x1p-23 * (std::abs(d * q[i % 32]) + std::abs(m));
+      EXPECT_LE(std::abs(got[i] - want[i]), allowed) << i;
+      EXPECT_LE(std::abs(double{d} * q[i % 32] + m - want[i]), 2 * allowed) << i;
+    }
+    at += 12 + block_bytes + weights * sizeof(float);
+  }
+  EXPECT_EQ(formats, 5);
+}
+
+TEST(Linear, HandWorked) {
+  float x[] = {1, 2, 3, 4, 5, 6}, weight[] = {1, 0, -1, 0.5, 0.5, 0.5}, bias[] = {10, 20}, y[4];
+  const LinearArgs args{.x = Tensor(x, DType::f32, {2, 3}),
+                        .parts = {{{Tensor(weight, DType::f32, {2, 3}), Tensor(bias, DType::f32, {2}),
+                                    Tensor(y, DType::f32, {2, 2})}}}};
+  ASSERT_OK(linear(args, Stream{}));
+  EXPECT_EQ(y[0], 8);
+  EXPECT_EQ(y[1], 23);
+  EXPECT_EQ(y[2], 8);
+  EXPECT_EQ(y[3], 27.5);
+}
+
+/// One token of 64 and one q4_1 row: weights i % 16 * 0.5 + 1.
+struct OneRow {
+  float x[64] = {}, y = 0;
+  BlockQ4_1 blocks[2];
+  std::vector<uint8_t> memory;
+  LinearArgs args;
+
+  OneRow() {
+    for (BlockQ4_1& block : blocks) {
+      block.d = f32_to_f16(0.5f);
+      block.m = f32_to_f16(1.0f);
+      for (int i = 0; i < 16; ++i) block.q[i] = static_cast<uint8_t>(i | i << 4);
+    }
+    args.x = Tensor(x, DType::f32, {1, 64});
+    args.parts[0].weight = Tensor(blocks, DType::q4_1, {1, 64});
+    args.parts[0].y = Tensor(&y, DType::f32, {1, 1});
+    memory.resize(linear_workspace_bytes(args, Stream{}).value());
+    args.workspace = Tensor(memory.data(), DType::u8, {static_cast<int64_t>(memory.size())});
+  }
+};
+
+TEST(Linear, HandWorkedQ4_1) {
+  OneRow p;
+  p.x[0] = 127;   // weight 1: the group's scale becomes 1
+  p.x[3] = -2;    // weight 2.5
+  p.x[31] = 1.4;  // weight 8.5, rounds to 1
+  p.x[33] = 254;  // weight 1.5 in a group of scale 2
+  p.x[34] = 4;    // weight 2
+  ASSERT_OK(linear(p.args, Stream{}));
+  EXPECT_EQ(p.y, 127 - 5 + 8.5f + 381 + 8);
+}
+
+TEST(Linear, GroupsOfZerosAndTinyNumbersCountAsZero) {
+  OneRow p;
+  ASSERT_OK(linear(p.args, Stream{}));
+  EXPECT_EQ(p.y, 0);
+  p.x[5] = 1e-42f;
+  p.x[40] = 2;
+  ASSERT_OK(linear(p.args, Stream{}));
+  EXPECT_EQ(p.y, 2 * 5);
+  p.x[40] = 3e38f;  // near the largest number there is
+  ASSERT_OK(linear(p.args, Stream{}));
+  EXPECT_TRUE(std::isinf(p.y));
+  p.x[40] = 1e37f;
+  ASSERT_OK(linear(p.args, Stream{}));
+  EXPECT_NEAR(p.y, 5e37f, 1e31f);
+}
+
+TEST(Linear, NanAndInfinityReachEveryOutputOfTheirTokenAndNoOther) {
+  for (const DType weight : {DType::f32, DType::q4_0, DType::q4_1, DType::q8_0, DType::q4_k, DType::q6_k}) {
+    SCOPED_TRACE(name_of(weight));
+    for (const float bad : {NAN, -NAN, INFINITY, -INFINITY}) {
+      const LinearCase c{"", 5, 512, {{weight, 9}}};
+      LinearProblem clean(c, 4), p(c, 4);
+      p.x.as<float>()[2 * 512 + 300] = bad;
+      for (const bool exact : {false, true}) {
+        p.args.exact = clean.args.exact = exact;
+        ASSERT_OK(linear(clean.args, Stream{}));
+        ASSERT_OK(linear(p.args, Stream{}));
+        for (int64_t t = 0; t < 5; ++t) {
+          for (int64_t n = 0; n < 9; ++n) {
+            const float y = p.args.parts[0].y.at(t).as<float>()[n];
+            if (t == 2) {
+              EXPECT_FALSE(std::isfinite(y));
+              if (!exact && is_block_format(weight)) {
+                EXPECT_TRUE(std::isnan(y));
+              }
+            } else {
+              EXPECT_EQ(y, clean.args.parts[0].y.at(t).as<float>()[n]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Linear, ExactForbidsQuantisedActivations) {
+  LinearProblem p({"", 2, 64, {{DType::q4_1, 3}}}, 1);
+  EXPECT_EQ(linear_explain(p.args, Stream{}).row, "cpu.q8");
+  EXPECT_GT(*linear_workspace_bytes(p.args, Stream{}), 0);
+  p.args.exact = true;
+  const Choice choice = linear_explain(p.args, Stream{});
+  EXPECT_EQ(choice.row, "cpu.f32");
+  ASSERT_EQ(choice.refused.size(), 1u);
+  EXPECT_EQ(choice.refused[0].reason, "needs exact = 0, got 1");
+  EXPECT_EQ(*linear_workspace_bytes(p.args, Stream{}), 0);
+}
+
+TEST(Linear, CostCountsWhatMustMove) {
+  LinearProblem p({"", 2, 64, {{DType::q4_1, 3, DType::f32}}}, 1);
+  EXPECT_EQ(linear_cost(p.args).bytes, 2 * 64 * 4 + 3 * 2 * 20 + 3 * 4 + 2 * 3 * 4);
+  EXPECT_EQ(linear_cost(p.args).flops, 2 * 2 * 64 * 3);
+}
+
+TEST(Linear, RefusesWhatDisagrees) {
+  LinearProblem p({"", 2, 64, {{DType::q4_1, 3, DType::f32}, {DType::f32, 4}}}, 1);
+  LinearArgs args = p.args;
+  args.parts[1].weight.shape[1] = 63;
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument,
+               "linear: parts[1].weight.shape[1] is 63, needs k = 64 (from x.shape[1])");
+  args = p.args;
+  args.parts[0].y.shape[1] = 4;
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument,
+               "linear: parts[0].y.shape[1] is 4, needs n0 = 3 (from parts[0].weight.shape[0])");
+  args = p.args;
+  args.parts[0].bias.shape[0] = 2;
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument, "parts[0].bias.shape[0] is 2");
+  args = p.args;
+  args.part_count = 4;
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument, "part_count is 4, needs 1 to 3");
+  args = p.args;
+  args.part_count = 3;
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument, "parts[2].weight is absent");
+  args = p.args;
+  args.parts[0].weight.dtype = DType::i32;
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument, "got i32");
+  args = p.args;
+  args.workspace.shape[0] -= 1;
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument, "linear: workspace.shape[0] is ");
+  args.workspace = {};
+  EXPECT_FAILS(linear(args, Stream{}), Code::invalid_argument, "linear: workspace.shape[0] is 0, needs ");
+}
+
+}  // namespace
+}  // namespace vivace
