@@ -6,13 +6,19 @@
 namespace vivace {
 
 Status route_top_k_reference(const RouteTopKArgs& args, const Stream& stream);
+Status route_top_k_cpu(const RouteTopKArgs& args, const Stream& stream);
 
 Facts route_top_k_facts(const RouteTopKArgs& args);
 
 /// Added to the sum of the chosen weights before it divides them.
 inline constexpr double kRenormaliseEps = 1e-20;
 
+/// What the rows below keep on the stack for one token.
+inline constexpr int64_t kMaxRouteExperts = 1024;
+inline constexpr Need kRouteOnStack[] = {{"experts", Need::at_most, kMaxRouteExperts}};
+
 inline constexpr Row<RouteTopKArgs> kRouteTopKRows[] = {
+    {"cpu.simd", Device::cpu, kRouteOnStack, route_top_k_cpu, "fp32 scores, one scan for the k best"},
     {"reference", Device::cpu, {}, route_top_k_reference, "float64, straight from the formula"},
 };
 

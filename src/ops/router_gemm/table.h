@@ -6,6 +6,7 @@
 namespace vivace {
 
 Status router_gemm_reference(const RouterGemmArgs& args, const Stream& stream);
+Status router_gemm_cpu(const RouterGemmArgs& args, const Stream& stream);
 
 Facts router_gemm_facts(const RouterGemmArgs& args);
 
@@ -13,6 +14,7 @@ Facts router_gemm_facts(const RouterGemmArgs& args);
 inline constexpr float kRouterTermScale[RouterWeight::kMaxTerms] = {1.0f, 0x1p-8f, 0x1p-16f};
 
 inline constexpr Row<RouterGemmArgs> kRouterGemmRows[] = {
+    {"cpu.simd", Device::cpu, {}, router_gemm_cpu, "terms added first, fp32 products, float64 sums of 16"},
     {"reference", Device::cpu, {}, router_gemm_reference, "float64, straight from the formula"},
 };
 

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <span>
+
+#include "src/ops/problem.h"
+#include "vivace/route_top_k.h"
+
+namespace vivace {
+
+struct RouteTopKCase {
+  const char* name;
+  int64_t tokens, experts, top_k;
+  RouteScoring scoring = RouteScoring::softmax;
+  bool bias = false, renormalise = true;
+  double scale = 1;
+  int64_t groups = 1, top_groups = 1, zero_experts = 0;
+  int64_t row_stride = 0;  ///< of scores; 0: contiguous
+};
+
+inline constexpr RouteTopKCase kRouteTopKTestCases[] = {
+    {"no tokens", 0, 8, 2},
+    {"no choices", 3, 8, 0},
+    {"one expert", 3, 1, 1},
+    {"all experts", 5, 13, 13},
+    {"Qwen3", 9, 128, 8},
+    {"OLMoE: not renormalised", 9, 64, 8, RouteScoring::softmax, false, false},
+    {"Mixtral", 9, 8, 2, RouteScoring::softmax_chosen},
+    {"gpt-oss", 9, 128, 4, RouteScoring::softmax_chosen, false, false},
+    {"Hy3", 20, 192, 8, RouteScoring::sigmoid, true, true, 2.826},
+    {"sigmoid without bias", 9, 60, 6, RouteScoring::sigmoid},
+    {"DeepSeek-V3", 20, 256, 8, RouteScoring::sigmoid, true, true, 2.5, 8, 4},
+    {"groups of one", 9, 12, 3, RouteScoring::sigmoid, true, true, 1, 12, 5},
+    {"groups under softmax", 9, 64, 6, RouteScoring::softmax, false, false, 16, 8, 3},
+    {"LongCat", 20, 768, 12, RouteScoring::softmax, true, false, 6, 1, 1, 256},
+    {"only zero experts", 3, 16, 4, RouteScoring::softmax, false, true, 1, 1, 1, 16},
+    {"more experts than a stack holds", 2, 1500, 8},
+    {"strided rows", 4, 20, 3, RouteScoring::softmax, false, true, 1, 1, 1, 0, 33},
+};
+
+inline constexpr RouteTopKCase kRouteTopKServingCases[] = {
+    {"Qwen3-30B decode 8", 8, 128, 8},
+    {"Hy3 decode 64", 64, 192, 8, RouteScoring::sigmoid, true, true, 2.826},
+    {"LongCat decode 64", 64, 768, 12, RouteScoring::softmax, true, false, 6, 1, 1, 256},
+    {"Qwen3-30B prefill 512", 512, 128, 8},
+};
+
+inline std::span<const RouteTopKCase> route_top_k_cases(CaseSize size) {
+  if (size == CaseSize::test) return kRouteTopKTestCases;
+  return kRouteTopKServingCases;
+}
+
+/// A case with its memory: random logits, poisoned outputs.
+struct RouteTopKProblem {
+  Guarded scores, bias, ids, weights, zero_weight;
+  RouteTopKArgs args;
+
+  RouteTopKProblem(const RouteTopKCase& c, uint32_t seed) {
+    std::mt19937 rng(seed);
+    scores = Guarded(DType::f32, {c.tokens, c.experts}, c.row_stride);
+    scores.random(rng, 2);
+    ids = Guarded(DType::i32, {c.tokens, c.top_k});
+    weights = Guarded(DType::f32, {c.tokens, c.top_k});
+    if (c.bias) {
+      bias = Guarded(DType::f32, {c.experts});
+      bias.random(rng, c.scoring == RouteScoring::sigmoid ? 0.1 : 0.01);
+    }
+    if (c.zero_experts > 0) zero_weight = Guarded(DType::f32, {c.tokens});
+    args = {.scores = scores,
+            .correction_bias = bias,
+            .expert_ids = ids,
+            .expert_weights = weights,
+            .zero_weight = zero_weight,
+            .scoring = c.scoring,
+            .renormalise = c.renormalise,
+            .scale = c.scale,
+            .groups = c.groups,
+            .top_groups = c.top_groups,
+            .zero_experts = c.zero_experts};
+  }
+};
+
+}  // namespace vivace

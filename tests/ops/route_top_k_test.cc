@@ -1,0 +1,224 @@
+#include <algorithm>
+#include <set>
+
+#include "src/ops/route_top_k/cases.h"
+#include "src/ops/route_top_k/table.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace {
+namespace {
+
+std::vector<int32_t> ids_of(const Tensor& t) {
+  const auto* ids = t.as<int32_t>();
+  return {ids, ids + t.elements()};
+}
+
+TEST(RouteTopK, EveryRowAgreesWithTheReference) {
+  for (const RouteTopKCase& c : route_top_k_cases(CaseSize::test)) {
+    SCOPED_TRACE(c.name);
+    RouteTopKProblem want(c, 1);
+    ASSERT_OK(route_top_k_reference(want.args, Stream{}));
+    for (const Stream& stream : cpu_streams()) {
+      for_each_fitting_row(kRouteTopK, want.args, stream, [&](const Row<RouteTopKArgs>& row) {
+        SCOPED_TRACE(row.name);
+        RouteTopKProblem got(c, 1);
+        ASSERT_OK(row.run(got.args, stream));
+        // The logits of this seed are further apart than fp32 scores err: the same experts in the same order.
+        EXPECT_EQ(ids_of(got.args.expert_ids), ids_of(want.args.expert_ids));
+        // Relative error of a weight: the rounding of (logit - max), which is below 20 here, then exp (2 ulp), the sum
+        // over the experts' lanes and a few roundings; once more for the sum that renormalises.
+        const double lanes = static_cast<double>(c.experts) / 4;
+        const Bound weight{1e-30, 2 * (20 + 4 + lanes + 8) * 0x1p-24};
+        EXPECT_TRUE(close(got.args.expert_weights, want.args.expert_weights, weight));
+        if (c.zero_experts > 0) {
+          EXPECT_TRUE(close(got.args.zero_weight, want.args.zero_weight, weight));
+        }
+        EXPECT_TRUE(got.ids.canaries_intact() && got.weights.canaries_intact());
+      });
+    }
+  }
+}
+
+/// One token's choice by each row of the table.
+struct Choices {
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+  float zero_weight = 0;
+};
+template <class Body>
+void with_each_row(std::vector<float> logits, int64_t top_k, RouteTopKArgs args, std::vector<float> bias,
+                   Body&& body) {
+  const int64_t experts = static_cast<int64_t>(logits.size());
+  for (const Row<RouteTopKArgs>& row : kRouteTopKRows) {
+    SCOPED_TRACE(row.name);
+    Choices got{std::vector<int32_t>(top_k, 777), std::vector<float>(top_k, NAN), NAN};
+    args.scores = Tensor(logits.data(), DType::f32, {1, experts});
+    if (!bias.empty()) args.correction_bias = Tensor(bias.data(), DType::f32, {experts});
+    args.expert_ids = Tensor(got.ids.data(), DType::i32, {1, top_k});
+    args.expert_weights = Tensor(got.weights.data(), DType::f32, {1, top_k});
+    if (args.zero_experts > 0) args.zero_weight = Tensor(&got.zero_weight, DType::f32, {1});
+    ASSERT_OK(row.run(args, Stream{}));
+    body(got);
+  }
+}
+void expect_near(const std::vector<float>& got, const std::vector<double>& want, double tolerance = 1e-5) {
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], tolerance) << i;
+}
+
+TEST(RouteTopK, HandWorked) {
+  const std::vector<float> logits = {0, std::log(2.0f), std::log(5.0f),
+                                     0};  // probabilities 1/9, 2/9, 5/9, 1/9
+  with_each_row(logits, 2, {.renormalise = false}, {}, [](const Choices& got) {
+    EXPECT_EQ(got.ids, (std::vector<int32_t>{2, 1}));
+    expect_near(got.weights, {5.0 / 9, 2.0 / 9});
+  });
+  with_each_row(logits, 2, {.scale = 2}, {}, [](const Choices& got) {
+    expect_near(got.weights, {10.0 / 7, 4.0 / 7});
+  });
+  with_each_row(logits, 2, {.scoring = RouteScoring::softmax_chosen}, {}, [](const Choices& got) {
+    expect_near(got.weights, {5.0 / 7, 2.0 / 7});
+  });
+  // sigmoid: 1/2, 2/3, 5/6, 1/2. The bias makes expert 3 win; its weight stays 1/2.
+  with_each_row(logits, 2, {.scoring = RouteScoring::sigmoid}, {0, 0, 0, 1}, [](const Choices& got) {
+    EXPECT_EQ(got.ids, (std::vector<int32_t>{3, 2}));
+    expect_near(got.weights, {0.375, 0.625});
+  });
+}
+
+TEST(RouteTopK, TiesGoToTheLowerId) {
+  with_each_row({1, 3, 3, 3, 3, 0}, 3, {}, {}, [](const Choices& got) {
+    EXPECT_EQ(got.ids, (std::vector<int32_t>{1, 2, 3}));
+  });
+  with_each_row({0.0f, -0.0f, 0.0f, -1}, 2, {}, {}, [](const Choices& got) {
+    EXPECT_EQ(got.ids, (std::vector<int32_t>{0, 1}));
+  });
+  // Groups of equal value: the first ones.
+  with_each_row({1, 2, 2, 1, 1, 2}, 2, {.scoring = RouteScoring::sigmoid, .groups = 3, .top_groups = 1}, {},
+                [](const Choices& got) {
+                  EXPECT_EQ(got.ids, (std::vector<int32_t>{1, 0}));
+                });
+}
+
+TEST(RouteTopK, ManyTiesAgreeWithTheReference) {
+  std::mt19937 rng(9);
+  for (int round = 0; round < 200; ++round) {
+    RouteTopKProblem want({"", 1, 64, 8}, 1), got({"", 1, 64, 8}, 1);
+    for (int e = 0; e < 64; ++e) {
+      want.scores.as<float>()[e] = got.scores.as<float>()[e] =
+          static_cast<float>(static_cast<int>(rng() % 5));
+    }
+    want.args.groups = got.args.groups = round % 2 ? 1 : 8;
+    want.args.top_groups = got.args.top_groups = round % 2 ? 1 : 3;
+    ASSERT_OK(route_top_k_reference(want.args, Stream{}));
+    ASSERT_OK(route_top_k(got.args, Stream{}));
+    ASSERT_EQ(ids_of(got.args.expert_ids), ids_of(want.args.expert_ids)) << round;
+  }
+}
+
+TEST(RouteTopK, GroupsNegativeBiasedScoresBeatAMaskOfZero) {
+  // Choices: group 0 {-0.2, -0.3}, group 1 {-0.9, -0.9}. With a mask of 0 instead of leaving group 1 out, its experts
+  // would win.
+  const float half = 0.5f;
+  with_each_row({0, 0, 0, 0}, 2, {.scoring = RouteScoring::sigmoid, .groups = 2, .top_groups = 1},
+                {-0.2f - half, -0.3f - half, -0.9f - half, -0.9f - half}, [](const Choices& got) {
+                  EXPECT_EQ(got.ids, (std::vector<int32_t>{0, 1}));
+                  expect_near(got.weights, {0.5, 0.5});
+                });
+}
+
+TEST(RouteTopK, ZeroExpertsAreNoWorkAndTheirWeightsAreSummed) {
+  // Experts 2 and 3 are identities. Probabilities 1/10, 2/10, 3/10, 4/10.
+  with_each_row({0, std::log(2.0f), std::log(3.0f), std::log(4.0f)}, 3,
+                {.renormalise = false, .scale = 6, .zero_experts = 2}, {}, [](const Choices& got) {
+                  EXPECT_EQ(got.ids, (std::vector<int32_t>{-1, -1, 1}));
+                  expect_near(got.weights, {0, 0, 1.2});
+                  EXPECT_NEAR(got.zero_weight, 4.2, 1e-5);
+                });
+}
+
+// https://github.com/vllm-project/vllm/pull/39391: a row of NaN logits chose one expert in each slot.
+TEST(RouteTopK, H17OddRowsHaveDistinctIdsAndFiniteWeights) {
+  std::vector<float> nan(64, NAN), inf(64, 0.0f), minus(64, -INFINITY), rising(64);
+  inf[17] = INFINITY;
+  for (int e = 0; e < 64; ++e) rising[e] = static_cast<float>(e);
+  const std::vector<float> some_bias(64, 0.25f);
+  for (RouteScoring scoring : {RouteScoring::softmax, RouteScoring::softmax_chosen, RouteScoring::sigmoid}) {
+    for (int64_t groups : {1, 8}) {
+      for (const std::vector<float>& bias : {std::vector<float>{}, some_bias}) {
+        for (const std::vector<float>* logits : {&nan, &inf, &minus, &rising}) {
+          with_each_row(*logits, 6, {.scoring = scoring, .groups = groups, .top_groups = groups}, bias,
+                        [&](const Choices& got) {
+                          EXPECT_EQ(std::set<int32_t>(got.ids.begin(), got.ids.end()).size(), 6u);
+                          for (int32_t id : got.ids) EXPECT_TRUE(id >= 0 && id < 64) << id;
+                          for (float w : got.weights) EXPECT_TRUE(std::isfinite(w)) << w;
+                          if (logits == &nan || logits == &minus) {
+                            EXPECT_EQ(got.ids, (std::vector<int32_t>{0, 1, 2, 3, 4, 5}));
+                          }
+                          if (logits == &inf) {
+                            EXPECT_EQ(got.ids[0], 17);
+                          }
+                        });
+        }
+      }
+    }
+  }
+  with_each_row(rising, 6, {}, {}, [](const Choices& got) {
+    EXPECT_EQ(got.ids, (std::vector<int32_t>{63, 62, 61, 60, 59, 58}));
+    expect_near(got.weights, {0.63369, 0.23312, 0.08576, 0.03155, 0.01161, 0.00427}, 6e-6);
+  });
+  with_each_row(inf, 2, {}, {}, [](const Choices& got) { expect_near(got.weights, {1, 0}); });
+  with_each_row(minus, 2, {}, {}, [](const Choices& got) { expect_near(got.weights, {0.5, 0.5}); });
+  with_each_row(nan, 2, {.scoring = RouteScoring::sigmoid}, {}, [](const Choices& got) {
+    expect_near(got.weights, {0, 0});
+  });
+}
+
+TEST(RouteTopK, NanIsChosenOnlyWhenNothingElseIsLeft) {
+  with_each_row({NAN, 1, NAN, -INFINITY, 2}, 4, {}, {}, [](const Choices& got) {
+    EXPECT_EQ(got.ids, (std::vector<int32_t>{4, 1, 3, 0}));
+    expect_near(got.weights, {0.7310586, 0.2689414, 0, 0});
+  });
+}
+
+TEST(RouteTopK, ATokenDoesNotDependOnItsCompany) {
+  RouteTopKProblem p({"", 70, 100, 5, RouteScoring::sigmoid, true, true, 2.5}, 6);
+  p.scores.as<float>()[100] = NAN;
+  ASSERT_OK(route_top_k(p.args, cpu_streams()[1]));
+  for (int64_t t = 0; t < 70; ++t) {
+    int32_t ids[5];
+    float weights[5];
+    RouteTopKArgs args = p.args;
+    args.scores = p.args.scores.rows(t, 1);
+    args.expert_ids = Tensor(ids, DType::i32, {1, 5});
+    args.expert_weights = Tensor(weights, DType::f32, {1, 5});
+    ASSERT_OK(route_top_k(args, Stream{}));
+    ASSERT_EQ(ids_of(args.expert_ids), ids_of(p.args.expert_ids.rows(t, 1)));
+    ASSERT_EQ(values_of(args.expert_weights), values_of(p.args.expert_weights.rows(t, 1)));
+  }
+}
+
+TEST(RouteTopK, RefusesWhatDisagrees) {
+  RouteTopKProblem p({"", 2, 8, 2}, 1);
+  const auto refuses = [&](auto&& change, const char* text) {
+    RouteTopKArgs args = p.args;
+    change(args);
+    EXPECT_FAILS(route_top_k(args, Stream{}), Code::invalid_argument, text);
+  };
+  refuses([](auto& a) { a.expert_weights.shape[1] = 3; }, "expert_weights.shape[1] is 3, needs top_k = 2");
+  refuses([](auto& a) { a.groups = 3; }, "groups is 3, needs a divisor of experts = 8");
+  refuses([](auto& a) { a.groups = 0; }, "groups is 0");
+  refuses([](auto& a) { a.groups = 8, a.top_groups = 9; }, "top_groups is 9, needs 1 to groups = 8");
+  refuses([](auto& a) { a.groups = 8, a.top_groups = 1; }, "expert_ids.shape[1] is 2, needs at most 1");
+  refuses([](auto& a) { a.zero_experts = 9; }, "zero_experts is 9, needs 0 to experts = 8");
+  refuses([](auto& a) { a.zero_experts = 1; }, "zero_weight is absent with zero_experts = 1");
+  refuses([](auto& a) { a.scale = NAN; }, "scale is nan, needs a finite number");
+  refuses([](auto& a) { a.scores.dtype = DType::bf16; }, "needs scores of type f32, got bf16");
+  EXPECT_FAILS(route_top_k(p.args, Stream{.device = Device::cuda}), Code::unsupported,
+               "reference: runs on cpu");
+  RouteTopKProblem wide({"", 1, 1025, 2}, 1);
+  EXPECT_EQ(route_top_k_explain(wide.args, Stream{}).refused[0].reason, "needs experts <= 1024, got 1025");
+}
+
+}  // namespace
+}  // namespace vivace

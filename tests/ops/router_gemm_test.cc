@@ -1,0 +1,254 @@
+#include <bit>
+#include <random>
+
+#include "src/ops/router_gemm/cases.h"
+#include "src/ops/router_gemm/table.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace {
+namespace {
+
+/// The value that the terms stand for, in float64.
+double represented(const RouterWeight& w, int64_t e, int64_t k) {
+  double value = 0;
+  for (int i = 0; i < w.term_count; ++i) {
+    value += double{load(DType::bf16, w.terms[i].at(e).data, k)} * kRouterTermScale[i];
+  }
+  return value;
+}
+
+/// Prepares a contiguous f32 weight; `storage` keeps the terms.
+RouterWeight prepare(std::vector<float>& values, int64_t experts, RouterMode mode,
+                     std::vector<uint8_t>& storage) {
+  const int64_t hidden = static_cast<int64_t>(values.size()) / experts;
+  RouterWeightSource source{.weight = Tensor(values.data(), DType::f32, {experts, hidden}), .mode = mode};
+  storage.assign(router_weight_bytes(source), 0xA5);
+  source.storage = Tensor(storage.data(), DType::u8, {static_cast<int64_t>(storage.size())});
+  Result<RouterWeight> result = prepare_router_weight(source);
+  EXPECT_TRUE(result.ok()) << result.status().message();
+  return result.ok() ? *result : RouterWeight{};
+}
+
+/// The reference's scores with, for each, the sum of |x w|.
+struct Oracle {
+  std::vector<double> scores, magnitude;
+};
+Oracle oracle(const RouterGemmArgs& args) {
+  Oracle result;
+  for (int64_t t = 0; t < args.x.shape[0]; ++t) {
+    for (int64_t e = 0; e < args.scores.shape[1]; ++e) {
+      double sum = args.bias.present() ? args.bias.as<float>()[e] : 0.0, magnitude = std::abs(sum);
+      for (int64_t k = 0; k < args.x.shape[1]; ++k) {
+        const double product = load(args.x.dtype, args.x.at(t).data, k) * represented(args.weight, e, k);
+        sum += product;
+        magnitude += std::abs(product);
+      }
+      result.scores.push_back(sum);
+      result.magnitude.push_back(magnitude);
+    }
+  }
+  return result;
+}
+
+TEST(RouterGemm, EveryRowAgreesWithTheReference) {
+  for (const RouterGemmCase& c : router_gemm_cases(CaseSize::test)) {
+    SCOPED_TRACE(c.name);
+    const RouterGemmProblem problem(c, 1);
+    const Oracle want = oracle(problem.args);
+    for (const Stream& stream : cpu_streams()) {
+      for_each_fitting_row(kRouterGemm, problem.args, stream, [&](const Row<RouterGemmArgs>& row) {
+        SCOPED_TRACE(row.name);
+        RouterGemmProblem got(c, 1);
+        ASSERT_OK(row.run(got.args, stream));
+        const std::vector<double> scores = values_of(got.args.scores);
+        ASSERT_EQ(scores.size(), want.scores.size());
+        for (size_t i = 0; i < scores.size(); ++i) {
+          // At most 16 products in one fp32 lane, and two roundings of each product without fused multiply-add;
+          // then the store (twice: a sum next to a rounding boundary may fall to its other side).
+          const double allowed = 18 * 0x1p-24 * want.magnitude[i] +
+                                 2 * Bound::store(c.scores).relative * std::abs(want.scores[i]);
+          ASSERT_LE(std::abs(scores[i] - want.scores[i]), allowed) << i;
+        }
+        EXPECT_TRUE(got.scores.canaries_intact());
+        EXPECT_TRUE(got.storage.canaries_intact());
+      });
+    }
+  }
+}
+
+TEST(RouterGemm, HandWorked) {
+  float x[] = {1, 2}, bias[] = {0.5f, 0}, scores[4];
+  std::vector<float> w = {3, 4, -1, 0.25f};
+  std::vector<uint8_t> storage;
+  RouterGemmArgs args{.x = Tensor(x, DType::f32, {1, 2}),
+                      .weight = prepare(w, 2, RouterMode::exact, storage),
+                      .bias = Tensor(bias, DType::f32, {2}),
+                      .scores = Tensor(scores, DType::f32, {1, 2})};
+  EXPECT_EQ(args.weight.term_count, 1);  // all four are bf16 numbers
+  for (const Row<RouterGemmArgs>& row : kRouterGemmRows) {
+    ASSERT_OK(row.run(args, Stream{}));
+    EXPECT_EQ(scores[0], 11.5f);
+    EXPECT_EQ(scores[1], -0.5f);
+  }
+}
+
+TEST(RouterWeight, ThreeTermsAreExactForEveryMagnitude) {
+  std::vector<float> values;
+  for (uint64_t bits = 0; bits < 0x7f800000u; bits += 1021) {
+    values.push_back(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+  }
+  for (uint32_t bits = 0; bits < 4096; ++bits) {
+    values.push_back(std::bit_cast<float>(bits));                 // subnormals
+    values.push_back(-std::bit_cast<float>(0x7f7fffffu - bits));  // rounding to nearest would overflow
+  }
+  std::vector<uint8_t> storage;
+  const RouterWeight w = prepare(values, 1, RouterMode::exact, storage);
+  ASSERT_EQ(w.term_count, 3);
+  for (size_t k = 0; k < values.size(); ++k) {
+    ASSERT_EQ(represented(w, 0, static_cast<int64_t>(k)), values[k]) << std::bit_cast<uint32_t>(values[k]);
+  }
+}
+
+TEST(RouterWeight, TwoTermsKeepSixteenBitsForResidualsOfBothSigns) {
+  std::mt19937 rng(3);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(40000);
+  for (float& v : values) v = normal(rng);
+  std::vector<uint8_t> storage;
+  const RouterWeight w = prepare(values, 4, RouterMode::two_term, storage);
+  ASSERT_EQ(w.term_count, 2);
+  double worst = 0;
+  int above = 0, below = 0;
+  for (int64_t k = 0; k < 40000; ++k) {
+    const double left = values[k] - represented(w, k / 10000, k % 10000);
+    worst = std::max(worst, std::abs(left / values[k]));
+    const float high = bf16_to_f32(w.terms[0].as<uint16_t>()[k]);
+    above += values[k] > high;
+    below += values[k] < high;
+  }
+  EXPECT_LE(worst, 0x1p-17);  // 8 bits, then 8 more and a sign
+  EXPECT_GT(above, 10000);
+  EXPECT_GT(below, 10000);
+}
+
+TEST(RouterWeight, NonFiniteValuesStandInTheFirstTerm) {
+  std::vector<float> values = {INFINITY, -INFINITY, NAN, 1 + 0x1p-10f + 0x1p-21f};
+  std::vector<uint8_t> storage;
+  const RouterWeight w = prepare(values, 1, RouterMode::exact, storage);
+  ASSERT_EQ(w.term_count, 3);
+  EXPECT_EQ(represented(w, 0, 0), INFINITY);
+  EXPECT_EQ(represented(w, 0, 1), -INFINITY);
+  EXPECT_TRUE(std::isnan(represented(w, 0, 2)));
+  EXPECT_EQ(represented(w, 0, 3), values[3]);
+}
+
+TEST(RouterWeight, ZeroTermsAreDroppedWithTheSameResult) {
+  std::mt19937 rng(4);
+  Guarded bf16(DType::bf16, {6, 200}), x(DType::f32, {5, 200}), a(DType::f32, {5, 6}), b(DType::f32, {5, 6});
+  bf16.random(rng, 0.1);
+  x.random(rng);
+  std::vector<float> as_f32;
+  for (double v : values_of(bf16)) as_f32.push_back(static_cast<float>(v));
+  std::vector<uint8_t> storage;
+  for (RouterMode mode : {RouterMode::two_term, RouterMode::exact}) {
+    // The same numbers as bf16 and as f32: one term each, and no copy of the first.
+    const Result<RouterWeight> in_place = prepare_router_weight({.weight = bf16, .mode = mode});
+    ASSERT_TRUE(in_place.ok());
+    EXPECT_EQ(in_place->terms[0].data, bf16.tensor().data);
+    RouterWeight dropped = prepare(as_f32, 6, mode, storage);
+    EXPECT_EQ(dropped.term_count, 1);
+    EXPECT_FALSE(dropped.terms[1].present());
+    ASSERT_OK(router_gemm({.x = x, .weight = *in_place, .scores = a}, Stream{}));
+    // With the zero terms kept: the same bits.
+    std::vector<uint16_t> zeros(6 * 200, 0);
+    for (int count : {1, 2, 3}) {
+      dropped.term_count = count;
+      dropped.terms[1] = dropped.terms[2] = Tensor(zeros.data(), DType::bf16, {6, 200});
+      b.poison();
+      ASSERT_OK(router_gemm({.x = x, .weight = dropped, .scores = b}, Stream{}));
+      EXPECT_EQ(values_of(a), values_of(b));
+    }
+  }
+}
+
+TEST(RouterGemm, ATokenDoesNotDependOnItsCompany) {
+  RouterGemmProblem p({"", 70, 33, 300, DType::f32}, 5);
+  ASSERT_OK(router_gemm(p.args, cpu_streams()[1]));
+  for (int64_t t = 0; t < 70; ++t) {
+    std::vector<float> alone(33);
+    RouterGemmArgs args = p.args;
+    args.x = p.args.x.rows(t, 1);
+    args.scores = Tensor(alone.data(), DType::f32, {1, 33});
+    ASSERT_OK(router_gemm(args, Stream{}));
+    ASSERT_EQ(values_of(args.scores), values_of(p.args.scores.rows(t, 1))) << t;
+  }
+}
+
+// https://github.com/sgl-project/sglang/pull/33764: logits or weights rounded to bf16 chose other experts.
+TEST(RouterGemm, H18KeepsWhatBf16Drops) {
+  struct Row18 {
+    float a;
+    double score;
+    RouterMode mode;
+  };
+  std::vector<uint16_t> x(512, f32_to_bf16(1.0f));
+  for (const Row18& c :
+       {Row18{1 + 0x1p-12f, 512.125, RouterMode::exact}, Row18{1 + 0x1p-12f, 512.125, RouterMode::two_term},
+        Row18{1 + 0x1p-9f + 0x1p-18f, 513.001953125, RouterMode::exact},
+        Row18{1 + 0x1p-9f + 0x1p-18f, 513.001953125, RouterMode::two_term}}) {
+    std::vector<float> w(1024, 1.0f);
+    std::fill(w.begin(), w.begin() + 512, c.a);
+    std::vector<uint8_t> storage;
+    float scores[2];
+    const RouterGemmArgs args{.x = Tensor(x.data(), DType::bf16, {1, 512}),
+                              .weight = prepare(w, 2, c.mode, storage),
+                              .scores = Tensor(scores, DType::f32, {1, 2})};
+    for (const Row<RouterGemmArgs>& row : kRouterGemmRows) {
+      SCOPED_TRACE(row.name);
+      ASSERT_OK(row.run(args, Stream{}));
+      // two_term: |error| <= 2^-16 of the sum of |x w|, and fp32 rounding.
+      const double allowed = (c.mode == RouterMode::exact ? 0 : 0x1p-16 * c.score) + 0x1p-24 * c.score;
+      EXPECT_NEAR(scores[0], c.score, allowed);
+      EXPECT_EQ(scores[1], 512.0f);
+      EXPECT_GT(scores[0], scores[1]);
+    }
+  }
+}
+
+TEST(RouterGemm, RefusesAStaleWeight) {
+  RouterGemmProblem p({"", 2, 4, 8}, 7);
+  p.args.weight_version = 8;
+  EXPECT_FAILS(router_gemm(p.args, Stream{}), Code::invalid_argument,
+               "prepared from version 7, weight_version is 8");
+}
+
+TEST(RouterGemm, RefusesWhatDisagrees) {
+  RouterGemmProblem p({"", 2, 4, 8}, 1);
+  RouterGemmArgs args = p.args;
+  args.weight = {};
+  args.weight_version = 0;
+  EXPECT_FAILS(router_gemm(args, Stream{}), Code::invalid_argument, "weight.term_count is 0, needs 1 to 3");
+  args = p.args;
+  args.weight.terms[1].shape[1] = 7;
+  EXPECT_FAILS(router_gemm(args, Stream{}), Code::invalid_argument,
+               "weight.terms[1].shape[1] is 7, needs hidden = 8 (from x.shape[1])");
+  args = p.args;
+  args.scores.dtype = DType::f16;
+  EXPECT_FAILS(router_gemm(args, Stream{}), Code::invalid_argument,
+               "needs scores of type f32 or bf16, got f16");
+  EXPECT_FAILS(router_gemm(p.args, Stream{.device = Device::cuda}), Code::unsupported,
+               "reference: runs on cpu");
+
+  uint8_t small[16];
+  float w[8] = {};
+  RouterWeightSource source{.weight = Tensor(w, DType::f32, {1, 8})};
+  EXPECT_FAILS(prepare_router_weight(source).status(), Code::invalid_argument, "storage is absent");
+  source.storage = Tensor(small, DType::u8, {16});
+  EXPECT_FAILS(prepare_router_weight(source).status(), Code::invalid_argument,
+               "storage.shape[0] is 16, needs at least 48 bytes");
+  source.weight.dtype = DType::i32;
+  EXPECT_FAILS(prepare_router_weight(source).status(), Code::invalid_argument, "needs weight of type");
+}
+
+}  // namespace
+}  // namespace vivace
