@@ -10,7 +10,8 @@ namespace vivace {
 namespace {
 
 constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
-constexpr int64_t kWeights = dtypes_mask(DType::f32, DType::f16, DType::bf16);
+constexpr int64_t kWeights = dtypes_mask(DType::f32, DType::f16, DType::bf16, DType::q4_0, DType::q4_1,
+                                         DType::q8_0, DType::q4_k, DType::q6_k);
 
 /// Whether a matrix has this shape and type and rows that a kernel can read.
 bool fits(const Tensor& m, DType dtype, int64_t rows, int64_t columns) {
@@ -47,9 +48,7 @@ Status check_experts(const FusedMoeArgs& args) {
 }  // namespace
 
 Facts fused_moe_facts(const FusedMoeArgs& args) {
-  const bool any = expert_count(args) > 0;
-  const ExpertWeights first = any ? expert_at(args, 0) : args.shared;
-  const ExpertWeights& shared = args.shared.present() ? args.shared : first;
+  const bool stacked = args.gate_up.present(), one_by_one = !args.experts.empty();
   return Facts()
       .add("tokens", args.x.shape[0])
       .add("hidden", args.x.shape[1])
@@ -57,10 +56,12 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
       .add("experts", expert_count(args))
       .add("top_k", args.expert_ids.shape[1])
       .add("x", args.x.dtype)
-      .add("gate_up", first.gate.dtype)
-      .add("down", first.down.dtype)
-      .add("shared.gate", shared.gate.dtype)
-      .add("shared.down", shared.down.dtype);
+      .add("gate_up", stacked      ? args.gate_up.dtype
+                      : one_by_one ? args.experts[0].gate.dtype
+                                   : DType::none)
+      .add("down", stacked      ? args.down.dtype
+                   : one_by_one ? args.experts[0].down.dtype
+                                : DType::none);
 }
 
 Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
@@ -79,9 +80,9 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
                             to_string(args.gate_up), args.experts.size());
   }
   if (args.gate_up.present()) {
-    check.tensor("gate_up", args.gate_up, {"experts", "2 * intermediate", "hidden"})
+    check.tensor("gate_up", args.gate_up, {"experts", "intermediate * 2", "hidden"})
         .tensor("down", args.down, {"experts", "hidden", "intermediate"})
-        .define("2 * intermediate", 2 * args.down.shape[2], "2 * down.shape[2]")
+        .define("intermediate * 2", 2 * args.down.shape[2], "2 * down.shape[2]")
         .dtype("gate_up", args.gate_up, kWeights)
         .dtype("down", args.down, kWeights);
   } else {

@@ -3,16 +3,17 @@
 
 #include "src/core/number.h"
 #include "src/ops/fused_moe/table.h"
+#include "src/ops/linear/block_formats.h"
 
 namespace vivace {
 
 namespace {
 
 double dot(const Tensor& matrix, int64_t row, const std::vector<double>& v) {
-  const Tensor weights = matrix.at(row);
+  std::vector<float> weights(v.size());
+  dequantize_row(matrix.dtype, matrix.at(row).data, static_cast<int64_t>(v.size()), weights.data());
   double sum = 0;
-  for (size_t i = 0; i < v.size(); ++i)
-    sum += load(matrix.dtype, weights.data, static_cast<int64_t>(i)) * v[i];
+  for (size_t i = 0; i < v.size(); ++i) sum += weights[i] * v[i];
   return sum;
 }
 

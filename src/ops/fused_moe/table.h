@@ -6,6 +6,8 @@
 namespace vivace {
 
 Status fused_moe_reference(const FusedMoeArgs& args, const Stream& stream);
+Status fused_moe_cpu(const FusedMoeArgs& args, const Stream& stream);
+int64_t fused_moe_cpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
 
 Facts fused_moe_facts(const FusedMoeArgs& args);
 
@@ -32,7 +34,11 @@ inline bool has_work(int32_t id, int64_t experts) {
   return id >= 0 && id < experts;
 }
 
+inline constexpr Need kMoeInF32[] = {{"x", Need::dtype_in, dtypes_mask(DType::f32)}};
+
 inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
+    {"cpu.grouped", Device::cpu, kMoeInF32, fused_moe_cpu,
+     "tokens grouped by expert, fp32 products of linear's kernels", fused_moe_cpu_workspace_bytes},
     {"reference", Device::cpu, {}, fused_moe_reference, "float64, straight from the formula"},
 };
 

@@ -6,6 +6,8 @@
 namespace vivace {
 
 Status sampler_reference(const SamplerArgs& args, const Stream& stream);
+Status sampler_cpu(const SamplerArgs& args, const Stream& stream);
+int64_t sampler_cpu_workspace_bytes(const SamplerArgs& args, const Stream& stream);
 
 Facts sampler_facts(const SamplerArgs& args);
 
@@ -19,6 +21,12 @@ inline bool is_allowed(const SampleRow& row, int64_t id) {
 }
 
 inline constexpr Row<SamplerArgs> kSamplerRows[] = {
+    {"cpu.simd",
+     Device::cpu,
+     {},
+     sampler_cpu,
+     "thresholds instead of a sort, rows over threads",
+     sampler_cpu_workspace_bytes},
     {"reference",
      Device::cpu,
      {},
