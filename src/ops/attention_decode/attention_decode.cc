@@ -1,5 +1,6 @@
 #include "vivace/attention_decode.h"
 
+#include "src/core/error.h"
 #include "src/ops/attention/args.h"
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/decode_schedule/view.h"
@@ -52,6 +53,10 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
   if (args.workspace.bytes() < *bytes) {
     return invalid_argument("{}: workspace has {} bytes, needs attention_decode_workspace_bytes() = {}",
                             kName, args.workspace.bytes(), *bytes);
+  }
+  if (reinterpret_cast<uintptr_t>(args.workspace.data) % 16 != 0) {
+    return invalid_argument("{}: workspace starts at {}, needs an address that is a multiple of 16", kName,
+                            fmt::ptr(args.workspace.data));
   }
   if (stream.device == Device::cpu) {
     VIVACE_TRY(check_attention_contents(kName, args.attention, args.max_query_tokens));

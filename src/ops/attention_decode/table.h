@@ -7,9 +7,18 @@ namespace vivace {
 
 Status attention_decode_reference(const AttentionDecodeArgs& args, const Stream& stream);
 
+Status attention_decode_cpu(const AttentionDecodeArgs& args, const Stream& stream);
+int64_t attention_decode_cpu_workspace(const AttentionDecodeArgs& args, const Stream& stream);
+
 Facts attention_decode_facts(const AttentionDecodeArgs& args);
 
 inline constexpr Row<AttentionDecodeArgs> kAttentionDecodeRows[] = {
+    {"cpu.schedule",
+     Device::cpu,
+     {},
+     attention_decode_cpu,
+     "each thread takes an equal run of key tiles; cut requests are merged by log-sum-exp",
+     attention_decode_cpu_workspace},
     {"reference",
      Device::cpu,
      {},

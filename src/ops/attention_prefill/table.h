@@ -7,9 +7,12 @@ namespace vivace {
 
 Status attention_prefill_reference(const AttentionPrefillArgs& args, const Stream& stream);
 
+Status attention_prefill_cpu(const AttentionPrefillArgs& args, const Stream& stream);
+
 Facts attention_prefill_facts(const AttentionPrefillArgs& args);
 
 inline constexpr Row<AttentionPrefillArgs> kAttentionPrefillRows[] = {
+    {"cpu.tiles", Device::cpu, {}, attention_prefill_cpu, "blocks of query rows against blocks of 64 keys"},
     {"reference", Device::cpu, {}, attention_prefill_reference, "float64, straight from the formula"},
 };
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "src/core/checks.h"
+#include "src/ops/attention/args.h"
 #include "src/ops/attention_prologue/table.h"
 
 namespace vivace {
@@ -70,7 +71,7 @@ Status attention_prologue(const AttentionPrologueArgs& args, const Stream& strea
   check
       .that(args.qkv.shape[1] == (check["heads_q"] + 2 * check["heads_kv"]) * head_dim, "qkv.shape[1]",
             static_cast<double>(args.qkv.shape[1]), "(heads_q + 2 heads_kv) * head_dim")
-      .that(head_dim >= 1, "head_dim", static_cast<double>(head_dim), "at least 1")
+      .that(head_dim >= 1 && head_dim <= kMaxHeadDim, "head_dim", static_cast<double>(head_dim), "1 to 512")
       .that(check["page_tokens"] >= 1, "page_tokens", static_cast<double>(check["page_tokens"]), "at least 1")
       .that(rotary_dim % 2 == 0 && rotary_dim <= head_dim, "cos_sin.shape[1]",
             static_cast<double>(rotary_dim), "an even rotary_dim <= head_dim")

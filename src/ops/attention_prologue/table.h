@@ -7,9 +7,16 @@ namespace vivace {
 
 Status attention_prologue_reference(const AttentionPrologueArgs& args, const Stream& stream);
 
+Status attention_prologue_cpu(const AttentionPrologueArgs& args, const Stream& stream);
+
 Facts attention_prologue_facts(const AttentionPrologueArgs& args);
 
 inline constexpr Row<AttentionPrologueArgs> kAttentionPrologueRows[] = {
+    {"cpu.simd",
+     Device::cpu,
+     {},
+     attention_prologue_cpu,
+     "a head stays in the first-level cache; tokens over threads"},
     {"reference", Device::cpu, {}, attention_prologue_reference, "float64, straight from the formula"},
 };
 

@@ -69,6 +69,34 @@ ScheduleView::Start ScheduleView::cut(int64_t worker) const {
   return {static_cast<int32_t>(b), static_cast<int32_t>(h), static_cast<int32_t>(tile), 0};
 }
 
+int64_t ScheduleView::merge_tasks() const {
+  if (piece_tiles() > 0) return record(requests()).groups_before > 0 ? requests() * heads_kv() : 0;
+  for (int64_t worker = 1; worker < active_workers(); ++worker)
+    if (start(worker).tile > 0) return active_workers();
+  return 0;
+}
+
+bool ScheduleView::split_at(int64_t task, ScheduleSplit& split) const {
+  if (piece_tiles() > 0) {
+    const int64_t b = task / heads_kv(), h = task % heads_kv(), pieces = groups(b);
+    if (pieces <= 1) return false;
+    const int64_t first = record(b).groups_before + h * pieces;
+    split = {b, h, pieces, first, first + 1, 1};
+    return true;
+  }
+  // The task of a cut unit is the first worker that begins inside it; the one before has its first piece.
+  const auto inside = [&](int64_t worker, const Start& unit) {
+    const Start& at = start(worker);
+    return at.tile > 0 && at.request == unit.request && at.head_kv == unit.head_kv;
+  };
+  const Start& unit = start(task);
+  if (task == 0 || unit.tile == 0 || inside(task - 1, unit)) return false;
+  int64_t end = task + 1;
+  while (end < active_workers() && inside(end, unit)) ++end;
+  split = {unit.request, unit.head_kv, end - task + 1, 2 * (task - 1) + 1, 2 * task, 2};
+  return true;
+}
+
 TileRange tiles_of(int64_t keys, int64_t rows, int64_t tile_tokens, int64_t window) {
   if (rows == 0 || keys == 0) return {0, 0};
   // The first row, at position keys - rows, sees the keys above keys - rows - window.

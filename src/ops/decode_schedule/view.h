@@ -32,6 +32,14 @@ struct SchedulePiece {
   int64_t slot;               ///< where its partial goes; -1: it is its whole unit and writes the output
 };
 
+/// A unit that was cut: its i-th piece, in order of tiles, left its partial in slot(i).
+struct ScheduleSplit {
+  int64_t request, head_kv;
+  int64_t pieces;
+  int64_t first_slot, next_slot, slot_step;
+  int64_t slot(int64_t i) const { return i == 0 ? first_slot : next_slot + (i - 1) * slot_step; }
+};
+
 class ScheduleView {
  public:
   struct Start {
@@ -93,35 +101,10 @@ class ScheduleView {
     }
   }
 
-  /// Calls body(request, head_kv, slots, slot_of) for each unit that is cut, where slot_of(i) is the slot of
-  /// its i-th piece, i < slots.
-  template <class Body>
-  void for_each_split(Body&& body) const {
-    if (piece_tiles() > 0) {
-      for (int64_t b = 0; b < requests(); ++b) {
-        const int64_t slots = groups(b);
-        if (slots <= 1) continue;
-        for (int64_t h = 0; h < heads_kv(); ++h) {
-          const int64_t first = record(b).groups_before + h * slots;
-          body(b, h, slots, [first](int64_t i) { return first + i; });
-        }
-      }
-      return;
-    }
-    for (int64_t worker = 1; worker < active_workers(); ++worker) {
-      const Start& cut = start(worker);
-      if (cut.tile == 0) continue;
-      int64_t last = worker;  // the last worker that begins inside this unit
-      while (last + 1 < active_workers() && start(last + 1).tile > 0 &&
-             start(last + 1).request == cut.request && start(last + 1).head_kv == cut.head_kv) {
-        ++last;
-      }
-      const int64_t first = worker - 1;
-      body(int64_t{cut.request}, int64_t{cut.head_kv}, last - first + 1,
-           [first](int64_t i) { return i == 0 ? 2 * first + 1 : 2 * (first + i); });
-      worker = last;
-    }
-  }
+  /// Tasks of the merge: task i may have a unit to put together, see split_at. 0 when nothing was cut.
+  int64_t merge_tasks() const;
+  /// Whether merge task `task` has a unit that was cut, and which.
+  bool split_at(int64_t task, ScheduleSplit& split) const;
 
  private:
   const Start* starts() const { return reinterpret_cast<const Start*>(map_ + schedule_map::kHeaderInts); }

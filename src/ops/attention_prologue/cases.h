@@ -1,0 +1,159 @@
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "src/ops/problem.h"
+#include "vivace/attention_prologue.h"
+
+namespace vivace {
+
+struct AttentionPrologueCase {
+  const char* name;
+  int64_t tokens, heads_q = 9, heads_kv = 3, head_dim = 64;
+  QkNorm qk_norm = QkNorm::none;
+  RopeStyle style = RopeStyle::neox;
+  int64_t rotary_dim = -1;  ///< -1: head_dim, 0: no RoPE
+  DType qkv = DType::f32, kv = DType::f32, weight = DType::f32;
+  DType q = DType::none;  ///< none: that of qkv
+  double eps = 1e-6;
+  int64_t page_tokens = 16;
+  bool head_token = false;  ///< pages as [head, token, dim]
+  int64_t qkv_padding = 0;  ///< elements between rows of qkv
+  double deviation = 1;
+};
+
+inline std::vector<AttentionPrologueCase> attention_prologue_cases(CaseSize size) {
+  constexpr QkNorm kBefore = QkNorm::norm_then_rope, kAfter = QkNorm::rope_then_norm;
+  constexpr RopeStyle kPairs = RopeStyle::interleaved;
+  constexpr DType kF16 = DType::f16, kBf16 = DType::bf16, kF32 = DType::f32;
+  if (size == CaseSize::serving) {
+    return {
+        {.name = "SmolLM2 decode 8", .tokens = 8, .style = kPairs},
+        {.name = "SmolLM2 prefill 512", .tokens = 512, .style = kPairs},
+        {.name = "Qwen3-30B decode 64",
+         .tokens = 64,
+         .heads_q = 32,
+         .heads_kv = 4,
+         .head_dim = 128,
+         .qk_norm = kBefore,
+         .qkv = kBf16,
+         .kv = kBf16,
+         .weight = kBf16},
+        {.name = "Hy3 decode 64",
+         .tokens = 64,
+         .heads_q = 64,
+         .heads_kv = 8,
+         .head_dim = 128,
+         .qk_norm = kAfter,
+         .qkv = kBf16,
+         .kv = kBf16,
+         .weight = kBf16,
+         .eps = 1e-5},
+    };
+  }
+  std::vector<AttentionPrologueCase> cases = {
+      {.name = "no tokens", .tokens = 0},
+      {.name = "plain", .tokens = 7},
+      {.name = "interleaved", .tokens = 7, .style = kPairs},
+      {.name = "no RoPE", .tokens = 3, .qk_norm = kBefore, .rotary_dim = 0},
+      {.name = "partial", .tokens = 5, .qk_norm = kAfter, .rotary_dim = 32},
+      {.name = "partial, interleaved, odd vectors",
+       .tokens = 5,
+       .qk_norm = kBefore,
+       .style = kPairs,
+       .rotary_dim = 22},
+      {.name = "head 1", .tokens = 2, .heads_q = 2, .heads_kv = 1, .head_dim = 1, .rotary_dim = 0},
+      {.name = "head 6", .tokens = 2, .heads_q = 2, .heads_kv = 1, .head_dim = 6, .qk_norm = kAfter},
+      {.name = "strided qkv", .tokens = 5, .qkv_padding = 24},
+      {.name = "head_token pages", .tokens = 40, .head_token = true},
+      {.name = "f16 cache", .tokens = 5, .kv = kF16},
+      {.name = "bf16 in, f32 out",
+       .tokens = 5,
+       .qk_norm = kBefore,
+       .qkv = kBf16,
+       .kv = kF32,
+       .weight = kF16,
+       .q = kF32},
+      {.name = "tiny heads, eps 1e-5", .tokens = 3, .qk_norm = kBefore, .eps = 1e-5, .deviation = 1e-3},
+      {.name = "tiny heads, eps 1e-6", .tokens = 3, .qk_norm = kAfter, .eps = 1e-6, .deviation = 1e-3},
+  };
+  const std::pair<int64_t, int64_t> heads[] = {{32, 8}, {40, 8}, {16, 2}, {28, 4}, {9, 3}};
+  const int64_t dims[] = {64, 128, 256, 80};
+  int i = 0;
+  for (const auto& [heads_q, heads_kv] : heads) {
+    for (const int64_t head_dim : dims) {
+      cases.push_back({.name = "heads and dims",
+                       .tokens = 3,
+                       .heads_q = heads_q,
+                       .heads_kv = heads_kv,
+                       .head_dim = head_dim,
+                       .qk_norm = static_cast<QkNorm>(i % 3),
+                       .style = static_cast<RopeStyle>(i % 2),
+                       .qkv = i % 4 < 2 ? kBf16 : kF32,
+                       .kv = i % 4 < 2 ? kBf16 : kF32,
+                       .weight = i % 5 < 2 ? kBf16 : kF32});
+      ++i;
+    }
+  }
+  return cases;
+}
+
+/// Every third token has slot -1; the others are scattered over the pool, its last slot in use.
+struct AttentionPrologueProblem {
+  Guarded qkv, q_norm_weight, k_norm_weight, cos_sin, positions, slots, q, k, v;
+  AttentionPrologueArgs args;
+
+  AttentionPrologueProblem(const AttentionPrologueCase& c, uint32_t seed) {
+    std::mt19937 rng(seed);
+    const int64_t rotary = c.rotary_dim < 0 ? c.head_dim : c.rotary_dim, max_position = 1000;
+    const int64_t width = (c.heads_q + 2 * c.heads_kv) * c.head_dim;
+    const int64_t pages = c.tokens / c.page_tokens + 2, all_slots = pages * c.page_tokens;
+    qkv = Guarded(c.qkv, {c.tokens, width}, c.qkv_padding > 0 ? width + c.qkv_padding : 0);
+    qkv.random(rng, c.deviation);
+    slots = Guarded(DType::i64, {c.tokens});
+    q = Guarded(c.q == DType::none ? c.qkv : c.q, {c.tokens, c.heads_q, c.head_dim});
+    k = Guarded(c.kv, {pages, c.page_tokens, c.heads_kv, c.head_dim});
+    v = Guarded(c.kv, {pages, c.page_tokens, c.heads_kv, c.head_dim});
+    if (c.qk_norm != QkNorm::none) {
+      q_norm_weight = std::move(Guarded(c.weight, {c.head_dim}).random(rng, 0.3, 1));
+      k_norm_weight = std::move(Guarded(c.weight, {c.head_dim}).random(rng, 0.3, 1));
+    }
+    if (rotary > 0) {
+      cos_sin = Guarded(DType::f32, {max_position, rotary});
+      positions = Guarded(DType::i32, {c.tokens});
+      for (int64_t p = 0; p < max_position; ++p) {
+        for (int64_t i = 0; i < rotary / 2; ++i) {
+          const double angle = static_cast<double>(p) * std::pow(1e4, -2.0 * static_cast<double>(i) / rotary);
+          cos_sin.as<float>()[p * rotary + i] = static_cast<float>(std::cos(angle));
+          cos_sin.as<float>()[p * rotary + rotary / 2 + i] = static_cast<float>(std::sin(angle));
+        }
+      }
+    }
+    for (int64_t t = 0; t < c.tokens; ++t) {
+      if (rotary > 0)
+        positions.as<int32_t>()[t] = static_cast<int32_t>(t == 0 ? max_position - 1 : rng() % max_position);
+      slots.as<int64_t>()[t] = t % 3 == 2 ? -1 : all_slots - 1 - t;
+    }
+    args = {.qkv = qkv,
+            .q_norm_weight = q_norm_weight,
+            .k_norm_weight = k_norm_weight,
+            .cos_sin = cos_sin,
+            .positions = positions,
+            .slots = slots,
+            .q = q,
+            .k = k,
+            .v = v,
+            .qk_norm = c.qk_norm,
+            .rope_style = c.style,
+            .eps = c.eps};
+    if (c.head_token) {
+      for (Tensor* t : {&args.k, &args.v}) {
+        t->stride[1] = c.head_dim;
+        t->stride[2] = c.page_tokens * c.head_dim;
+      }
+    }
+  }
+};
+
+}  // namespace vivace

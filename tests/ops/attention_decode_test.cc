@@ -1,0 +1,528 @@
+#include "src/ops/attention_decode/cases.h"
+
+#include "src/ops/attention_decode/table.h"
+#include "src/ops/decode_schedule/view.h"
+#include "tests/ops/attention_test.h"
+#include "vivace/attention_prefill.h"
+
+namespace vivace {
+namespace {
+
+TEST(AttentionDecode, EveryRowAgreesWithTheReference) {
+  for (const AttentionDecodeCase& c : attention_decode_cases(CaseSize::test)) {
+    SCOPED_TRACE(c.attention.name);
+    AttentionDecodeProblem want(c, 1);
+    ASSERT_OK(attention_decode(want.args, Stream{}));
+    EXPECT_TRUE(want.workspace.canaries_intact());
+    ASSERT_OK(attention_decode_reference(want.args, Stream{}));
+    const AttentionBounds bounds = attention_bounds(want.args.attention);
+    for (const Stream& stream : cpu_streams()) {
+      for_each_fitting_row(kAttentionDecode, want.args, stream, [&](const Row<AttentionDecodeArgs>& row) {
+        SCOPED_TRACE(row.name);
+        AttentionDecodeProblem got(c, 1);
+        ASSERT_OK(row.run(got.args, stream));
+        EXPECT_TRUE(close(got.args.attention.output, want.args.attention.output, bounds.output));
+        EXPECT_TRUE(close(got.lse, want.lse, bounds.lse));
+        EXPECT_TRUE(got.output.canaries_intact() && got.lse.canaries_intact());
+        EXPECT_TRUE(got.workspace.canaries_intact());
+      });
+    }
+  }
+}
+
+/// Splitting into pieces costs fp32 roundings and nothing else, however many workers there are.
+TEST(AttentionDecode, AnyNumberOfWorkers) {
+  for (int64_t workers = 1; workers <= 24; ++workers) {
+    SCOPED_TRACE(workers);
+    AttentionDecodeProblem p({{.name = "", .requests = {{333, 2}, {64, 1}, {0, 1}, {500, 3}}},
+                              {.tile_tokens = 16, .workers = workers}},
+                             1);
+    ASSERT_OK(attention_decode(p.args, cpu_streams()[1]));
+    AttentionDecodeProblem want({{.name = "", .requests = {{333, 2}, {64, 1}, {0, 1}, {500, 3}}}}, 1);
+    ASSERT_OK(attention_decode_reference(want.args, Stream{}));
+    const AttentionBounds bounds = attention_bounds(want.args.attention);
+    EXPECT_TRUE(close(p.args.attention.output, want.args.attention.output, bounds.output));
+    EXPECT_TRUE(close(p.lse, want.lse, bounds.lse));
+  }
+}
+
+/// The promise that preemption by recomputation, prefix caches and chunked prefill rest on: a token's row has the
+/// same bits from one prefill, and from decode steps of any width in any company.
+TEST(AttentionDecode, BitsOfPrefill) {
+  for (const DType kv : {DType::f32, DType::bf16}) {
+    for (const int64_t head_dim : {64, 80}) {
+      for (const int64_t piece_tiles : {0, 2, 5}) {
+        for (const int64_t window : {0, 150}) {
+          SCOPED_TRACE(testing::Message() << head_dim << " " << piece_tiles << " " << window);
+          const AttentionCase c{.name = "",
+                                .requests = {{400, 400}, {170, 170}, {65, 65}},
+                                .heads_q = 6,
+                                .heads_kv = 2,
+                                .head_dim = head_dim,
+                                .kv = kv,
+                                .window = window,
+                                .soft_cap = head_dim == 80 ? 30.0 : 0.0,
+                                .sinks = window > 0};
+          AttentionProblem whole(c, 1);
+          constexpr int64_t kTile = 32;
+          ASSERT_OK(attention_prefill({whole.args, piece_tiles * kTile}, cpu_streams()[1]));
+
+          std::mt19937 rng(3);
+          for (int step = 0; step < 12; ++step) {
+            // Up to 8 last tokens of a random part of each request, some requests left out.
+            std::vector<AttentionRequest> parts;
+            for (const AttentionRequest& r : c.requests) {
+              const int64_t keys = 1 + static_cast<int64_t>(rng() % r.keys);
+              parts.push_back({keys, std::min<int64_t>(keys, rng() % 9)});
+            }
+            AttentionCase decode_case = c;
+            decode_case.requests = parts;
+            // Without pieces nothing may be cut: one worker.
+            AttentionDecodeProblem p(
+                {decode_case,
+                 {.tile_tokens = kTile, .workers = piece_tiles > 0 ? 5 : 1, .piece_tiles = piece_tiles}},
+                2);
+            p.args.attention.k = whole.args.k;
+            p.args.attention.v = whole.args.v;
+            p.args.attention.page_table = whole.args.page_table;
+            p.args.attention.sinks = whole.args.sinks;
+            const Guarded workspace(DType::u8, {*attention_decode_workspace_bytes(p.args, Stream{})});
+            p.args.workspace = workspace;
+            const auto row_in_whole = [&](size_t b, int64_t i) {
+              return whole.query_start.as<int32_t>()[b] + parts[b].keys - parts[b].rows + i;
+            };
+            int64_t row = 0;
+            for (size_t b = 0; b < parts.size(); ++b) {
+              for (int64_t i = 0; i < parts[b].rows; ++i, ++row) {
+                std::copy_n(whole.args.q.at(row_in_whole(b, i)).as<float>(), 6 * head_dim,
+                            p.args.attention.q.at(row).as<float>());
+              }
+            }
+            ASSERT_OK(attention_decode(p.args, cpu_streams()[step % 2]));
+            row = 0;
+            for (size_t b = 0; b < parts.size(); ++b) {
+              for (int64_t i = 0; i < parts[b].rows; ++i, ++row) {
+                ASSERT_TRUE(
+                    same_bits(p.args.attention.output.at(row), whole.args.output.at(row_in_whole(b, i))))
+                    << "request " << b << " with " << parts[b].keys << " keys, row " << i;
+                ASSERT_TRUE(same_bits(p.lse.tensor().at(row), whole.lse.tensor().at(row_in_whole(b, i))));
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+/// All keys 0, so that every visible key weighs the same, or one key of all 3 against queries of all 1, whose
+/// logit of 34 drowns the rest; every other slot stays poisoned.
+void set_flat(AttentionDecodeProblem& p, double query) {
+  const Tensor& q = p.args.attention.q;
+  for (int64_t t = 0; t < q.shape[0]; ++t)
+    for (int64_t i = 0; i < q.shape[1] * q.shape[2]; ++i) store(q.dtype, q.at(t).data, i, query);
+  for (int64_t b = 0; b < p.args.attention.page_table.shape[0]; ++b) {
+    for (int64_t j = 0; j < p.kv_lengths.as<int32_t>()[b]; ++j)
+      for (int64_t h = 0; h < p.args.attention.k.shape[2]; ++h) p.set_key(b, j, h, 0);
+  }
+}
+
+/// https://github.com/Tencent/hpc-ops/issues/26 : 32-token pages with a wide head layout faulted at larger batches.
+TEST(AttentionDecode, FieldCaseH01PageSizes) {
+  const int64_t lengths[] = {1, 31, 32, 33, 63, 64, 65, 1023, 1024, 1025, 3071, 3072, 3073, 5000};
+  for (const int64_t page : {16, 32, 64, 128}) {
+    SCOPED_TRACE(page);
+    AttentionCase c{.name = "",
+                    .requests = {},
+                    .heads_q = 32,
+                    .heads_kv = 4,
+                    .head_dim = 128,
+                    .page_tokens = page,
+                    .q = DType::bf16,
+                    .kv = DType::bf16};
+    for (int repeat = 0; repeat < (page == 32 ? 3 : 1); ++repeat)
+      for (int64_t keys : lengths) c.requests.push_back({keys, 1});
+    AttentionDecodeProblem p({c, {.workers = 13}}, 1);
+    set_flat(p, 1);
+    for (size_t b = 0; b < c.requests.size(); ++b) {
+      const int64_t last = c.requests[b].keys - 1;
+      for (int64_t h = 0; h < 4; ++h) {
+        for (int64_t j = 0; j < last; ++j) p.set_value(b, j, h, -1);
+        p.set_key(b, last, h, 3);
+        p.set_value(b, last, h, 2);
+      }
+    }
+    ASSERT_OK(attention_decode(p.args, cpu_streams()[1]));
+    for (double v : values_of(p.args.attention.output)) ASSERT_EQ(v, 2.0);
+  }
+}
+
+/// https://github.com/Tencent/hpc-ops/pull/6 : partial log-sum-exps of all KV heads landed in one place.
+TEST(AttentionDecode, FieldCaseH02SeveralHeadsSplit) {
+  for (const int64_t workers : {1, 2, 4, 31}) {
+    for (const int64_t piece_tiles : {0, 8}) {
+      SCOPED_TRACE(testing::Message() << workers << " " << piece_tiles);
+      AttentionDecodeProblem p({{.name = "",
+                                 .requests = {{4096, 1}, {1537, 1}},
+                                 .heads_q = 24,
+                                 .heads_kv = 3,
+                                 .head_dim = 128,
+                                 .page_tokens = 64,
+                                 .kv = DType::bf16},
+                                {.workers = workers, .piece_tiles = piece_tiles}},
+                               1);
+      set_flat(p, 1);
+      for (int64_t b = 0; b < 2; ++b) {
+        const int64_t keys = p.kv_lengths.as<int32_t>()[b];
+        for (int64_t j = 0; j < keys; ++j)
+          for (int64_t h = 0; h < 3; ++h) p.set_value(b, j, h, j < keys / 2 ? 1 : -1);
+        p.set_key(b, 5, 1, 3);
+        p.set_key(b, keys - 1, 2, 3);
+      }
+      ASSERT_OK(attention_decode(p.args, cpu_streams()[1]));
+      for (int64_t b = 0; b < 2; ++b) {
+        for (int64_t h = 0; h < 24; ++h) {
+          const double want = h >= 16 ? -1 : h >= 8 ? 1 : b == 0 ? 0 : -1.0 / 1537;
+          EXPECT_NEAR(p.args.attention.output.at(b).at(h).as<float>()[77], want, 1e-6) << b << " " << h;
+        }
+      }
+    }
+  }
+}
+
+/// https://github.com/flashinfer-ai/flashinfer/pull/4975 : rows without keys kept what the output buffer held.
+TEST(AttentionDecode, FieldCaseH03RowsWithoutKeys) {
+  for (const bool all_empty : {false, true}) {
+    for (const int64_t piece_tiles : {0, 1}) {
+      const int64_t lengths[] = {0, all_empty ? 0 : 5, 0, all_empty ? 0 : 130};
+      AttentionCase c{.name = "", .requests = {}};
+      for (int64_t keys : lengths) c.requests.push_back({keys, 1});
+      AttentionDecodeProblem p({c, {.tile_tokens = 16, .workers = 3, .piece_tiles = piece_tiles}}, 1);
+      set_flat(p, 0);
+      for (int64_t b = 0; b < 4; ++b)
+        for (int64_t j = 0; j < lengths[b]; ++j)
+          for (int64_t h = 0; h < 3; ++h) p.set_value(b, j, h, 1);
+      std::fill_n(p.lse.as<float>(), 4 * 9, 7.0f);
+      ASSERT_OK(attention_decode(p.args, Stream{}));
+      for (int64_t b = 0; b < 4; ++b) {
+        for (int64_t h = 0; h < 9; ++h) {
+          const float out = p.args.attention.output.at(b).at(h).as<float>()[3],
+                      lse = p.lse.as<float>()[b * 9 + h];
+          if (lengths[b] == 0) {
+            EXPECT_EQ(out, 0);
+            EXPECT_EQ(lse, -INFINITY);
+          } else {
+            EXPECT_NEAR(out, 1, 1e-6);
+            EXPECT_NEAR(lse, std::log(static_cast<double>(lengths[b])), 1e-6);
+          }
+        }
+      }
+    }
+  }
+  int32_t map[32];
+  AttentionDecodeArgs empty{{.q = Tensor(nullptr, DType::f32, {0, 4, 64}),
+                             .k = Tensor(nullptr, DType::f32, {0, 16, 2, 64}),
+                             .v = Tensor(nullptr, DType::f32, {0, 16, 2, 64}),
+                             .page_table = Tensor(nullptr, DType::i32, {0, 0}),
+                             .kv_lengths = Tensor(nullptr, DType::i32, {0}),
+                             .output = Tensor(nullptr, DType::f32, {0, 4, 64})},
+                            1,
+                            {.heads_kv = 2},
+                            Tensor(map, DType::i32, {32})};
+  EXPECT_OK(decode_schedule(
+      {.kv_lengths = empty.attention.kv_lengths, .params = empty.params, .schedule = empty.schedule},
+      Stream{}));
+  EXPECT_OK(attention_decode(empty, Stream{}));
+}
+
+/// https://github.com/flashinfer-ai/flashinfer/issues/941 : NaN in unused slots of the last page reached the output.
+TEST(AttentionDecode, FieldCaseH05UnusedSlots) {
+  for (const DType kv : {DType::f32, DType::bf16}) {
+    for (const int64_t workers : {1, 2}) {
+      const AttentionDecodeCase c{{.name = "", .requests = {{77, 2}}, .page_tokens = 64, .kv = kv},
+                                  {.workers = workers}};
+      AttentionDecodeProblem zero(c, 1), nan(c, 1), infinite(c, 1);
+      for (int64_t slot = 77; slot < 128; ++slot) {
+        for (int64_t h = 0; h < 3; ++h) {
+          zero.set_key(0, slot, h, 0), zero.set_value(0, slot, h, 0);
+          infinite.set_key(0, slot, h, INFINITY), infinite.set_value(0, slot, h, INFINITY);
+        }
+      }
+      for (AttentionDecodeProblem* p : {&zero, &nan, &infinite})
+        ASSERT_OK(attention_decode(p->args, Stream{}));
+      EXPECT_TRUE(same_bits(nan.args.attention.output, zero.args.attention.output));
+      EXPECT_TRUE(same_bits(infinite.args.attention.output, zero.args.attention.output));
+    }
+  }
+}
+
+/// https://github.com/flashinfer-ai/flashinfer/pull/3136 : a page offset of 2^31 elements wrapped and read elsewhere.
+TEST(AttentionDecode, FieldCaseH06PageOffsetBeyond32Bits) {
+  const AttentionDecodeCase c{{.name = "", .requests = {{64, 1}}, .page_tokens = 64}};
+  AttentionDecodeProblem near(c, 1), far(c, 1);
+  constexpr int64_t kPageStride = 5'242'880, kPage = 410, kElements = 64 * 3 * 64;
+  const SparseMemory memory(static_cast<size_t>((kPage + 1) * kPageStride * 4));
+  ASSERT_TRUE(memory.ok());
+  const int64_t page = near.page_table.as<int32_t>()[0];
+  auto* pool = static_cast<float*>(memory.data());
+  AttentionArgs& a = far.args.attention;
+  std::copy_n(a.k.as<float>() + page * kElements, kElements, pool + kPage * kPageStride);
+  std::copy_n(a.v.as<float>() + page * kElements, kElements, pool + kPage * kPageStride + kElements);
+  a.k.data = pool;
+  a.v.data = pool + kElements;
+  for (Tensor* t : {&a.k, &a.v}) t->shape[0] = kPage + 1, t->stride[0] = kPageStride;
+  far.page_table.as<int32_t>()[0] = kPage;
+  ASSERT_OK(attention_decode(near.args, Stream{}));
+  ASSERT_OK(attention_decode(far.args, Stream{}));
+  EXPECT_TRUE(same_bits(a.output, near.args.attention.output));
+}
+
+/// The same with a pool that really is that large: 32,769 pages of 65,536 elements.
+TEST(AttentionDecode, FieldCaseH06_large) {
+  if (std::getenv("VIVACE_LARGE_TESTS") == nullptr)
+    GTEST_SKIP() << "needs 9 GB; set VIVACE_LARGE_TESTS=1 to run it";
+  const AttentionDecodeCase c{{.name = "",
+                               .requests = {{64, 1}},
+                               .heads_q = 16,
+                               .heads_kv = 8,
+                               .head_dim = 128,
+                               .page_tokens = 64,
+                               .kv = DType::bf16}};
+  AttentionDecodeProblem near(c, 1), far(c, 1);
+  constexpr int64_t kPages = 32769, kElements = 65536;
+  Guarded k(DType::bf16, {kPages, 64, 8, 128}), v(DType::bf16, {kPages, 64, 8, 128});
+  const int64_t page = near.page_table.as<int32_t>()[0];
+  AttentionArgs& a = far.args.attention;
+  std::copy_n(a.k.as<uint16_t>() + page * kElements, kElements, k.as<uint16_t>() + (kPages - 1) * kElements);
+  std::copy_n(a.v.as<uint16_t>() + page * kElements, kElements, v.as<uint16_t>() + (kPages - 1) * kElements);
+  a.k = k;
+  a.v = v;
+  far.page_table.as<int32_t>()[0] = kPages - 1;
+  ASSERT_OK(attention_decode(near.args, Stream{}));
+  ASSERT_OK(attention_decode(far.args, Stream{}));
+  EXPECT_TRUE(same_bits(a.output, near.args.attention.output));
+}
+
+/// https://github.com/flashinfer-ai/flashinfer/issues/996 : ratios 5, 6, 7 prefilled and then failed to decode.
+TEST(AttentionDecode, FieldCaseH08HeadRatios) {
+  const std::pair<int64_t, int64_t> heads[] = {{10, 2}, {12, 2}, {14, 2}, {24, 2}, {32, 2},
+                                               {3, 1},  {8, 8},  {1, 1},  {2, 1},  {16, 1}};
+  for (const auto& [heads_q, heads_kv] : heads) {
+    SCOPED_TRACE(testing::Message() << heads_q << "/" << heads_kv);
+    AttentionDecodeProblem p({{.name = "",
+                               .requests = {{200, 1}},
+                               .heads_q = heads_q,
+                               .heads_kv = heads_kv,
+                               .head_dim = 128,
+                               .page_tokens = 64},
+                              {.workers = 3}},
+                             1);
+    set_flat(p, 1);
+    for (int64_t h = 0; h < heads_kv; ++h) {
+      for (int64_t j = 0; j < 200; ++j) p.set_value(0, j, h, j == 199 ? 2 : -1);
+      p.set_key(0, 199, h, 3);
+    }
+    ASSERT_OK(attention_decode(p.args, Stream{}));
+    for (double v : values_of(p.args.attention.output)) EXPECT_NEAR(v, 2.0, 1e-6);
+    p.output.poison();
+    ASSERT_OK(attention_prefill({p.args.attention}, Stream{}));
+    for (double v : values_of(p.args.attention.output)) EXPECT_NEAR(v, 2.0, 1e-6);
+  }
+}
+
+/// https://github.com/Tencent/hpc-ops/pull/84 : five query tokens per request gave NaN in dynamic decode.
+TEST(AttentionDecode, FieldCaseH09QueryTokens) {
+  for (int64_t rows = 1; rows <= 8; ++rows) {
+    SCOPED_TRACE(rows);
+    AttentionDecodeProblem p({{.name = "",
+                               .requests = {{130, rows}},
+                               .heads_q = 8,
+                               .heads_kv = 1,
+                               .head_dim = 128,
+                               .page_tokens = 64},
+                              {.workers = 3}},
+                             1);
+    set_flat(p, 0);
+    for (int64_t j = 0; j < 130; ++j) p.set_value(0, j, 0, static_cast<double>(j % 2));
+    ASSERT_OK(attention_decode(p.args, Stream{}));
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t keys = 130 - rows + i + 1;
+      for (double v : values_of(p.args.attention.output.at(i)))
+        EXPECT_NEAR(v, static_cast<double>(keys / 2) / static_cast<double>(keys), 1e-6);
+    }
+  }
+}
+
+/// https://github.com/deepseek-ai/FlashMLA/issues/212 : a row's bits depended on how many rows shared the launch.
+TEST(AttentionDecode, FieldCaseH28Company) {
+  // One pool of 20,000 keys that all requests look at; the target is request 0.
+  AttentionProblem pool({.name = "", .requests = {{20000, 1}}, .heads_q = 2, .heads_kv = 1}, 1);
+  std::mt19937 rng(5);
+  for (const int64_t piece_tiles : {16, 0}) {
+    Guarded first;
+    for (const int64_t companions : {0, 1, 15, 63}) {
+      const int64_t requests = companions + 1;
+      for (int repeat = 0; repeat < (companions == 63 ? 2 : 4); ++repeat) {
+        AttentionCase c{
+            .name = "", .requests = requests_of(requests, 1), .heads_q = 2, .heads_kv = 1, .lse = false};
+        for (int64_t b = 1; b < requests; ++b) c.requests[b].keys = 1 + static_cast<int64_t>(rng() % 20000);
+        AttentionDecodeProblem p(
+            {{.name = "", .requests = requests_of(requests, 1), .heads_q = 2, .heads_kv = 1, .lse = false},
+             {.workers = 7, .piece_tiles = piece_tiles}},
+            1);
+        AttentionArgs& a = p.args.attention;
+        a.k = pool.args.k;
+        a.v = pool.args.v;
+        a.page_table = pool.args.page_table;
+        a.page_table.shape[0] = requests;
+        a.page_table.stride[0] = 0;
+        for (int64_t b = 0; b < requests; ++b)
+          p.kv_lengths.as<int32_t>()[b] = static_cast<int32_t>(b == 0 ? 9000 : c.requests[b].keys);
+        std::copy_n(pool.q.as<float>(), 128, p.q.as<float>());
+        ASSERT_OK(p.reschedule());
+        const Guarded workspace(DType::u8, {*attention_decode_workspace_bytes(p.args, Stream{})});
+        p.args.workspace = workspace;
+        ASSERT_OK(attention_decode(p.args, cpu_streams()[1]));
+        if (first.bytes() == 0) {
+          first = Guarded(DType::f32, {2, 64});
+          std::copy_n(p.output.as<float>(), 128, first.as<float>());
+        }
+        if (piece_tiles > 0) {
+          ASSERT_TRUE(same_bits(a.output.at(0), first)) << companions;
+        } else {  // fp32 roundings of sums whose terms add up to at most max |v|
+          ASSERT_TRUE(close(a.output.at(0), first, Bound::fp32_sum(9000, 5.0)));
+        }
+      }
+    }
+  }
+}
+
+/// https://github.com/Tencent/hpc-ops/pull/59 : the size query promised fewer slots than the scheduler used.
+TEST(AttentionDecode, FieldCaseH10WorkspaceOfExactlyTheSize) {
+  const int64_t lengths[] = {1, 63, 64, 65, 4097, 8192};
+  AttentionProblem pool({.name = "", .requests = {{8192, 1}}, .heads_q = 2, .heads_kv = 1, .head_dim = 16},
+                        1);
+  std::mt19937 rng(6);
+  for (const int64_t workers : {1, 2, 3, 5, 8, 33}) {
+    for (const int64_t piece_tiles : {0, 16}) {
+      const DecodeScheduleParams params{.heads_kv = 1, .workers = workers, .piece_tiles = piece_tiles};
+      // The largest batch, from which the exact size is asked once.
+      AttentionDecodeProblem most(
+          {{.name = "", .requests = requests_of(7, 1), .heads_q = 2, .heads_kv = 1, .head_dim = 16}, params},
+          1);
+      const auto look_at_pool = [&](AttentionDecodeArgs& args, int64_t requests) {
+        args.attention.k = pool.args.k;
+        args.attention.v = pool.args.v;
+        args.attention.page_table = pool.args.page_table;
+        args.attention.page_table.shape = {requests, 8192 / 16};
+        args.attention.page_table.stride[0] = 0;
+      };
+      look_at_pool(most.args, 7);
+      const Guarded exact(DType::u8, {*attention_decode_workspace_bytes(most.args, Stream{})});
+      const Guarded roomy(DType::u8, {16 * exact.bytes() + 64});
+      const Guarded schedule(DType::i32, {decode_schedule_ints(7, workers)});
+      for (int64_t requests = 1; requests <= 8; ++requests) {
+        AttentionDecodeProblem p(
+            {{.name = "", .requests = requests_of(requests, 1), .heads_q = 2, .heads_kv = 1, .head_dim = 16},
+             params},
+            1);
+        look_at_pool(p.args, requests);
+        for (int64_t b = 0; b < requests; ++b)
+          p.kv_lengths.as<int32_t>()[b] = static_cast<int32_t>(lengths[rng() % 6]);
+        p.args.schedule = schedule;
+        const DecodeScheduleArgs step{.kv_lengths = p.kv_lengths,
+                                      .query_start = p.query_start,
+                                      .params = p.args.params,
+                                      .schedule = schedule};
+        if (requests == 8) {
+          EXPECT_FAILS(decode_schedule(step, Stream{}), Code::invalid_argument, "schedule.shape[0]");
+          EXPECT_FAILS(attention_decode(p.args, Stream{}), Code::invalid_argument, "schedule.shape[0]");
+          continue;
+        }
+        ASSERT_OK(decode_schedule(step, Stream{}));
+        p.args.workspace = roomy;
+        ASSERT_OK(attention_decode(p.args, Stream{}));
+        const std::vector<double> want = values_of(p.args.attention.output);
+        p.output.poison();
+        p.args.workspace = exact;
+        ASSERT_OK(attention_decode(p.args, cpu_streams()[1]));
+        EXPECT_EQ(values_of(p.args.attention.output), want);
+        EXPECT_TRUE(exact.canaries_intact() && schedule.canaries_intact());
+        if (exact.bytes() > 0 && requests == 7) {
+          p.args.workspace.shape[0] -= 1;
+          EXPECT_FAILS(attention_decode(p.args, Stream{}), Code::invalid_argument, "workspace has");
+          p.args.workspace = exact;
+        }
+        p.kv_lengths.as<int32_t>()[0] = 8193;
+        EXPECT_FAILS(attention_decode(p.args, Stream{}), Code::invalid_argument,
+                     "kv_lengths[0] is 8193, needs 0 .. 8192");
+      }
+    }
+  }
+}
+
+/// All scores far below zero: the running maximum must not start at 0, or every weight underflows to 0/0.
+TEST(AttentionDecode, VeryNegativeScores) {
+  AttentionDecodeProblem p({{.name = "", .requests = {{300, 1}}}, {.workers = 4}}, 1);
+  set_flat(p, 1);
+  for (int64_t j = 0; j < 300; ++j)
+    for (int64_t h = 0; h < 3; ++h) p.set_key(0, j, h, -40), p.set_value(0, j, h, 1.5);
+  ASSERT_OK(attention_decode(p.args, Stream{}));
+  for (double v : values_of(p.args.attention.output)) EXPECT_NEAR(v, 1.5, 1e-6);
+  EXPECT_NEAR(p.lse.as<float>()[0], -320 + std::log(300.0), 320 * 0x1p-20);
+}
+
+/// A long table of small pages, all requests on one physical page.
+TEST(AttentionDecode, AMillionTokensInPagesOf16) {
+  constexpr int64_t kKeys = 1 << 20;
+  AttentionDecodeProblem p(
+      {{.name = "", .requests = {{16, 1}}, .heads_q = 2, .heads_kv = 1, .head_dim = 16}, {.workers = 5}}, 1);
+  AttentionArgs& a = p.args.attention;
+  Guarded table(DType::i32, {1, kKeys / 16});
+  std::fill_n(table.as<int32_t>(), kKeys / 16, p.page_table.as<int32_t>()[0]);
+  std::fill_n(p.q.as<float>(), 32, 0.0f);
+  double mean = 0;
+  for (int64_t j = 0; j < 16; ++j) mean += a.v.as<float>()[p.offset(a.v, 0, j, 0)] / 16;
+  a.page_table = table;
+  p.kv_lengths.as<int32_t>()[0] = kKeys;
+  ASSERT_OK(p.reschedule());
+  ASSERT_OK(attention_decode(p.args, cpu_streams()[1]));
+  EXPECT_NEAR(p.output.as<float>()[0], mean, Bound::fp32_sum(kKeys, 4.0).absolute);
+  EXPECT_NEAR(p.lse.as<float>()[0], std::log(static_cast<double>(kKeys)), 1e-5);
+}
+
+/// The workspace of a wide model does not grow with batch times workers.
+TEST(AttentionDecode, WorkspaceStaysSmall) {
+  AttentionDecodeArgs args;
+  args.attention.q = Tensor(nullptr, DType::bf16, {512, 64, 128});
+  args.attention.k = args.attention.v = Tensor(nullptr, DType::bf16, {0, 64, 8, 128});
+  args.attention.page_table = Tensor(nullptr, DType::i32, {512, 2048});
+  args.params = {.heads_kv = 8, .workers = 528};
+  const Result<int64_t> bytes = attention_decode_workspace_bytes(args, Stream{});
+  ASSERT_OK(bytes.status());
+  EXPECT_LT(*bytes, 200'000'000);
+}
+
+/// Lengths or parameters that disagree with the map are refused, not followed.
+TEST(AttentionDecode, RefusesAForeignSchedule) {
+  const AttentionDecodeCase c{{.name = "", .requests = {{300, 2}, {64, 1}}}, {.workers = 3}};
+  const auto fails = [&](auto&& change, const char* text) {
+    AttentionDecodeProblem p(c, 1);
+    change(p);
+    EXPECT_FAILS(attention_decode(p.args, Stream{}), Code::invalid_argument, text);
+  };
+  fails([](auto& p) { p.kv_lengths.template as<int32_t>()[0] = 200; },
+        "schedule was made for other lengths: request 0");
+  fails([](auto& p) { p.args.params.tile_tokens = 32; }, "schedule was made for tile_tokens = 64, needs 32");
+  fails([](auto& p) { p.args.params.workers = 2; }, "schedule was made for workers = 3, needs 2");
+  fails([](auto& p) { p.args.params.heads_kv = 9; }, "params.heads_kv is 9, needs heads_kv");
+  fails([](auto& p) { p.args.params.window = 9; }, "params.window is 9, needs the window of the attention");
+  fails([](auto& p) { p.args.max_query_tokens = 1; }, "request 0 has 2 query tokens, needs at most");
+  fails([](auto& p) { p.args.max_query_tokens = 9; }, "max_query_tokens is 9, needs 1 to 8");
+  fails([](auto& p) { p.schedule.template as<int32_t>()[16 + 4] = 77; }, "schedule start 1 is request 77");
+  fails([](auto& p) { p.args.workspace = {}; }, "workspace has 0 bytes, needs");
+  fails([](auto& p) { p.args.workspace.data = p.workspace.template as<char>() + 4; }, "needs an address");
+}
+
+}  // namespace
+}  // namespace vivace

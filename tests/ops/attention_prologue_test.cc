@@ -1,0 +1,160 @@
+#include "src/ops/attention_prologue/cases.h"
+
+#include "src/ops/attention_prologue/table.h"
+#include "tests/ops/attention_test.h"
+
+namespace vivace {
+namespace {
+
+/// Rotation: two products and a sum of fp32, of magnitude at most `largest`; norm: as in rms_norm, relative to the
+/// rotated value at most `largest` too. Then the store, of the result and of the reference.
+Bound bound_of(const AttentionPrologueCase& c, const Tensor& out, double largest) {
+  const double arithmetic = (4 * std::sqrt(static_cast<double>(c.head_dim)) + 12) * 0x1p-24 * largest;
+  return Bound{arithmetic, 0} + Bound::store(out.dtype) + Bound::store(out.dtype);
+}
+
+double largest_of(const Tensor& t) {
+  double largest = 0;
+  for (double v : values_of(t))
+    if (std::isfinite(v)) largest = std::max(largest, std::abs(v));
+  return largest;
+}
+
+/// Poison in exactly the same places, values within the bound elsewhere.
+::testing::AssertionResult close_or_untouched(const Tensor& got, const Tensor& want, const Bound& bound) {
+  const std::vector<double> a = values_of(got), b = values_of(want);
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (std::isnan(a[i]) && std::isnan(b[i])) continue;
+    if (std::abs(a[i] - b[i]) <= bound.absolute + bound.relative * std::abs(b[i])) continue;
+    return ::testing::AssertionFailure() << "element " << i << " is " << a[i] << ", reference " << b[i];
+  }
+  return ::testing::AssertionSuccess();
+}
+
+TEST(AttentionPrologue, EveryRowAgreesWithTheReference) {
+  for (const AttentionPrologueCase& c : attention_prologue_cases(CaseSize::test)) {
+    SCOPED_TRACE(testing::Message() << c.name << " " << c.heads_q << "/" << c.heads_kv << " x "
+                                    << c.head_dim);
+    AttentionPrologueProblem want(c, 1);
+    ASSERT_OK(attention_prologue(want.args, Stream{}));
+    ASSERT_OK(attention_prologue_reference(want.args, Stream{}));
+    for (const Stream& stream : cpu_streams()) {
+      for_each_fitting_row(kAttentionPrologue, want.args, stream, [&](const Row<AttentionPrologueArgs>& row) {
+        SCOPED_TRACE(row.name);
+        AttentionPrologueProblem got(c, 1);
+        ASSERT_OK(row.run(got.args, stream));
+        // A rotated pair is as long as it was; the norm keeps values below sqrt(head_dim) times the weight.
+        const double q = 2 * largest_of(want.args.q), kv = 2 * largest_of(want.args.k);
+        EXPECT_TRUE(close(got.args.q, want.args.q, bound_of(c, got.q, q)));
+        EXPECT_TRUE(close_or_untouched(got.args.k, want.args.k, bound_of(c, got.k, kv)));
+        EXPECT_TRUE(close_or_untouched(got.args.v, want.args.v, Bound::store(c.kv)));
+        EXPECT_TRUE(got.q.canaries_intact() && got.k.canaries_intact() && got.v.canaries_intact());
+      });
+    }
+  }
+}
+
+/// One head of 2, position 1 of a table that turns by 90 degrees; then both orders of the norm.
+TEST(AttentionPrologue, HandWorked) {
+  float qkv[] = {3, 4, 1, 2, 5, 6}, cos_sin[] = {1, 0, 0, 1}, weight[] = {1, 10}, q[2], k[4], v[4];
+  int32_t positions[] = {1};
+  int64_t slots[] = {1};
+  AttentionPrologueArgs args{.qkv = Tensor(qkv, DType::f32, {1, 6}),
+                             .cos_sin = Tensor(cos_sin, DType::f32, {2, 2}),
+                             .positions = Tensor(positions, DType::i32, {1}),
+                             .slots = Tensor(slots, DType::i64, {1}),
+                             .q = Tensor(q, DType::f32, {1, 1, 2}),
+                             .k = Tensor(k, DType::f32, {1, 2, 1, 2}),
+                             .v = Tensor(v, DType::f32, {1, 2, 1, 2}),
+                             .eps = 0};
+  const double rms = std::sqrt(12.5);
+  for (const Row<AttentionPrologueArgs>& row : kAttentionPrologueRows) {
+    SCOPED_TRACE(row.name);
+    args.qk_norm = QkNorm::none;
+    args.q_norm_weight = args.k_norm_weight = {};
+    ASSERT_OK(row.run(args, Stream{}));
+    EXPECT_EQ(q[0], -4);
+    EXPECT_EQ(q[1], 3);
+    EXPECT_EQ(k[2], -2);
+    EXPECT_EQ(k[3], 1);
+    EXPECT_EQ(v[2], 5);
+    EXPECT_EQ(v[3], 6);
+    args.q_norm_weight = args.k_norm_weight = Tensor(weight, DType::f32, {2});
+    args.qk_norm = QkNorm::norm_then_rope;
+    ASSERT_OK(row.run(args, Stream{}));
+    EXPECT_NEAR(q[0], -40 / rms, 1e-5);
+    EXPECT_NEAR(q[1], 3 / rms, 1e-6);
+    args.qk_norm = QkNorm::rope_then_norm;
+    ASSERT_OK(row.run(args, Stream{}));
+    EXPECT_NEAR(q[0], -4 / rms, 1e-6);
+    EXPECT_NEAR(q[1], 30 / rms, 1e-5);
+  }
+}
+
+/// Two requests share a page: storing one token leaves every other slot as it was.
+TEST(AttentionPrologue, WritesItsSlotsOnly) {
+  const AttentionPrologueCase c{.name = "", .tokens = 1};
+  AttentionPrologueProblem p(c, 1);
+  p.slots.as<int64_t>()[0] = 20;
+  ASSERT_OK(attention_prologue(p.args, Stream{}));
+  for (const Tensor* cache : {&p.args.k, &p.args.v}) {
+    const std::vector<double> values = values_of(*cache);
+    for (size_t i = 0; i < values.size(); ++i) ASSERT_EQ(std::isnan(values[i]), i / (3 * 64) != 20) << i;
+  }
+}
+
+/// https://github.com/flashinfer-ai/flashinfer/pull/3136 : a page offset of 2^31 elements wrapped, here on the store.
+TEST(AttentionPrologue, FieldCaseH06OffsetsBeyond32Bits) {
+  const AttentionPrologueCase c{.name = "", .tokens = 1, .page_tokens = 64};
+  AttentionPrologueProblem near(c, 1), far(c, 1);
+  constexpr int64_t kPageStride = 5'242'880, kPage = 410, kRowStride = (int64_t{1} << 31) + 64;
+  const SparseMemory memory(static_cast<size_t>((kPage + 1) * kPageStride * 4)), rows(2 * kRowStride * 4);
+  ASSERT_TRUE(memory.ok() && rows.ok());
+  for (Tensor* t : {&far.args.k, &far.args.v}) {
+    t->data = static_cast<float*>(memory.data()) + (t == &far.args.v ? 64 * 3 * 64 : 0);
+    t->shape[0] = kPage + 1;
+    t->stride[0] = kPageStride;
+  }
+  near.slots.as<int64_t>()[0] = 7;
+  // Two rows that lie 2^31 elements apart: the second is the one that counts.
+  int64_t slots[] = {-1, kPage * 64 + 7};
+  int32_t positions[] = {0, near.positions.as<int32_t>()[0]};
+  std::vector<float> q(2 * 9 * 64);
+  far.args.slots = Tensor(slots, DType::i64, {2});
+  far.args.positions = Tensor(positions, DType::i32, {2});
+  far.args.q = Tensor(q.data(), DType::f32, {2, 9, 64});
+  far.args.qkv.data = rows.data();
+  far.args.qkv.shape[0] = 2;
+  far.args.qkv.stride[0] = kRowStride;
+  std::copy_n(near.qkv.as<float>(), 15 * 64, far.args.qkv.at(1).as<float>());
+  ASSERT_OK(attention_prologue(near.args, Stream{}));
+  ASSERT_OK(attention_prologue(far.args, Stream{}));
+  EXPECT_TRUE(same_bits(far.args.q.at(1), near.args.q.at(0)));
+  EXPECT_TRUE(same_bits(far.args.k.at(kPage).at(7), near.args.k.at(0).at(7)));
+  EXPECT_TRUE(same_bits(far.args.v.at(kPage).at(7), near.args.v.at(0).at(7)));
+}
+
+TEST(AttentionPrologue, RefusesWhatDisagrees) {
+  const AttentionPrologueCase c{.name = "", .tokens = 2, .qk_norm = QkNorm::norm_then_rope};
+  const auto fails = [&](auto&& change, const char* text) {
+    AttentionPrologueProblem p(c, 1);
+    change(p);
+    EXPECT_FAILS(attention_prologue(p.args, Stream{}), Code::invalid_argument, text);
+    EXPECT_TRUE(std::isnan(p.q.template as<float>()[0])) << "written in spite of the error";
+  };
+  fails([](auto& p) { p.positions.template as<int32_t>()[1] = 1000; },
+        "positions[1] is 1000, needs 0 .. 999");
+  fails([](auto& p) { p.positions.template as<int32_t>()[1] = -1; }, "positions[1] is -1, needs 0 .. 999");
+  fails([](auto& p) { p.slots.template as<int64_t>()[1] = 32; }, "slots[1] is 32, needs -1 .. 31");
+  fails([](auto& p) { p.slots.template as<int64_t>()[1] = -2; }, "slots[1] is -2, needs -1 .. 31");
+  fails([](auto& p) { p.args.qkv.shape[1] -= 1; },
+        "qkv.shape[1] is 959, needs (heads_q + 2 heads_kv) * head_dim");
+  fails([](auto& p) { p.args.cos_sin.shape[1] = 63; }, "cos_sin.shape[1] is 63, needs an even rotary_dim");
+  fails([](auto& p) { p.args.k_norm_weight = {}; }, "k_norm_weight is absent, needs both present");
+  fails([](auto& p) { p.args.qk_norm = QkNorm::none; }, "needs both absent with qk_norm = 0");
+  fails([](auto& p) { p.args.eps = -1; }, "eps is -1, needs a finite number");
+  fails([](auto& p) { p.args.positions = {}; }, "positions is absent");
+}
+
+}  // namespace
+}  // namespace vivace

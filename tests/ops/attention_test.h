@@ -1,0 +1,102 @@
+#pragma once
+
+#include <sys/mman.h>
+
+#include "src/ops/attention/problem.h"
+#include "tests/ops/op_test.h"
+
+// Shared by the tests of attention_prefill and attention_decode.
+
+namespace vivace {
+
+struct AttentionBounds {
+  Bound output, lse;
+};
+
+/// From the arithmetic: a score is an fp32 sum of head_dim products of magnitude at most |q| |k|; its error moves
+/// a weight and the denominator by as much, relatively; then come the exponential, the fp32 sums over the keys
+/// and the store.
+inline AttentionBounds attention_bounds(const AttentionArgs& args) {
+  double q_norm = 0, k_norm = 0, v_max = 0, most_keys = 1;
+  const int64_t head_dim = args.q.shape[2];
+  const auto norm = [&](const Tensor& t, int64_t offset) {
+    double squares = 0;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      const double v = load(t.dtype, t.data, offset + d);
+      squares += v * v;
+    }
+    return std::sqrt(squares);
+  };
+  for (int64_t b = 0; b < args.page_table.shape[0]; ++b) {
+    const RequestRange range = request_range(args, b);
+    for (int64_t i = 0; i < range.rows; ++i) {
+      for (int64_t h = 0; h < args.q.shape[1]; ++h)
+        q_norm =
+            std::max(q_norm, norm(args.q, (range.row_begin + i) * args.q.stride[0] + h * args.q.stride[1]));
+    }
+    if (range.rows == 0) continue;
+    const int64_t first = range.first_key(0, args.window);
+    most_keys = std::max(most_keys, static_cast<double>(range.keys - first));
+    for (int64_t j = first; j < range.keys; ++j) {
+      const int64_t page = args.page_table.at(b).as<const int32_t>()[j / args.k.shape[1]];
+      const int64_t slot = j % args.k.shape[1];
+      for (int64_t h = 0; h < args.k.shape[2]; ++h) {
+        k_norm = std::max(
+            k_norm, norm(args.k, page * args.k.stride[0] + slot * args.k.stride[1] + h * args.k.stride[2]));
+        const int64_t v = page * args.v.stride[0] + slot * args.v.stride[1] + h * args.v.stride[2];
+        for (int64_t d = 0; d < head_dim; ++d)
+          v_max = std::max(v_max, std::abs(double{load(args.v.dtype, args.v.data, v + d)}));
+      }
+    }
+  }
+  const double magnitude = softmax_scale_of(args) * q_norm * k_norm;
+  const double score =
+      Bound::fp32_sum(head_dim, magnitude).absolute + 4 * 0x1p-24 * magnitude + 4 * 0x1p-24 * args.soft_cap;
+  const double sums = 4 * 0x1p-24 * std::sqrt(most_keys) + 0x1p-22;
+  // The reference is rounded to the stored type as well, and may land on the other side of a tie.
+  const Bound store = Bound::store(args.output.dtype), store_lse = Bound::store(DType::f32);
+  return {Bound{(2 * score + 2 * sums) * v_max, 0} + store + store,
+          Bound{score + sums, 0} + store_lse + store_lse};
+}
+
+/// Same shape, same bits.
+inline ::testing::AssertionResult same_bits(const Tensor& a, const Tensor& b) {
+  if (a.rank > 1) {
+    if (a.shape[0] != b.shape[0])
+      return ::testing::AssertionFailure() << a.shape[0] << " against " << b.shape[0];
+    for (int64_t i = 0; i < a.shape[0]; ++i) {
+      const ::testing::AssertionResult rows = same_bits(a.at(i), b.at(i));
+      if (!rows) return ::testing::AssertionFailure() << "[" << i << "]" << rows.message();
+    }
+    return ::testing::AssertionSuccess();
+  }
+  const size_t bytes = static_cast<size_t>(info_of(a.dtype).block_bytes);
+  for (int64_t i = 0; i < a.shape[0]; ++i) {
+    if (std::memcmp(a.as<char>() + i * bytes, b.as<char>() + i * bytes, bytes) == 0) continue;
+    return ::testing::AssertionFailure()
+           << "[" << i << "] " << load(a.dtype, a.data, i) << " against " << load(b.dtype, b.data, i);
+  }
+  return ::testing::AssertionSuccess();
+}
+
+/// Address space that costs memory only where it is touched, for tensors with giant strides.
+class SparseMemory {
+ public:
+  explicit SparseMemory(size_t bytes)
+      : bytes_(bytes),
+        data_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                   0)) {}
+  ~SparseMemory() {
+    if (ok()) munmap(data_, bytes_);
+  }
+  SparseMemory(const SparseMemory&) = delete;
+  SparseMemory& operator=(const SparseMemory&) = delete;
+  bool ok() const { return data_ != MAP_FAILED; }
+  void* data() const { return data_; }
+
+ private:
+  size_t bytes_;
+  void* data_;
+};
+
+}  // namespace vivace

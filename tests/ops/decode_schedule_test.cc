@@ -1,0 +1,193 @@
+#include "src/ops/decode_schedule/cases.h"
+
+#include <map>
+#include <set>
+
+#include "src/ops/decode_schedule/table.h"
+#include "src/ops/decode_schedule/view.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace {
+namespace {
+
+int64_t div_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/// What every map must have: each tile of each unit exactly once and in order, slots of their own inside the
+/// promised number, and balance.
+void expect_sound(const DecodeScheduleProblem& p) {
+  const ScheduleView view(p.schedule.as<const int32_t>());
+  const DecodeScheduleParams& params = p.args.params;
+  const int64_t requests = p.args.kv_lengths.shape[0];
+  std::map<std::pair<int64_t, int64_t>, std::vector<SchedulePiece>> units;
+  std::set<int64_t> slots;
+  int64_t total = 0, heaviest = 0, longest = 0;
+  for (int64_t worker = 0; worker < params.workers; ++worker) {
+    int64_t weight = 0;
+    view.for_each_piece(worker, [&](const SchedulePiece& piece) {
+      ASSERT_LT(worker, view.active_workers());
+      auto& unit = units[{piece.request, piece.head_kv}];
+      if (unit.empty()) weight += params.request_cost;
+      weight += std::max<int64_t>(1, piece.tiles);
+      unit.push_back(piece);
+      if (piece.slot >= 0) {
+        EXPECT_TRUE(slots.insert(piece.slot).second) << "slot " << piece.slot << " twice";
+      }
+    });
+    total += weight;
+    heaviest = std::max(heaviest, weight);
+  }
+  for (int64_t b = 0; b < requests; ++b) {
+    const int64_t keys = p.kv_lengths.as<int32_t>()[b], start = p.query_start.as<int32_t>()[b];
+    const int64_t rows = p.query_start.as<int32_t>()[b + 1] - start;
+    longest = std::max(longest, keys);
+    for (int64_t h = 0; h < params.heads_kv; ++h) {
+      const auto found = units.find({b, h});
+      if (rows == 0) {
+        ASSERT_EQ(found, units.end());
+        continue;
+      }
+      ASSERT_NE(found, units.end()) << b << ", " << h;
+      const std::vector<SchedulePiece>& unit = found->second;
+      // Every key that any row sees lies in the tiles, and no tile lies wholly before the window.
+      const int64_t first_seen =
+          params.window > 0 ? std::max<int64_t>(0, keys - rows + 1 - params.window) : 0;
+      int64_t next = unit.front().first_tile;
+      if (keys > 0) {
+        EXPECT_EQ(next, std::min(first_seen, keys) / params.tile_tokens);
+      }
+      for (const SchedulePiece& piece : unit) {
+        EXPECT_EQ(piece.first_tile, next);
+        next += piece.tiles;
+        EXPECT_EQ(piece.slot < 0, unit.size() == 1);
+        if (params.piece_tiles == 0) continue;
+        EXPECT_TRUE(&piece == &unit.front() || piece.first_tile % params.piece_tiles == 0);
+        EXPECT_LE(piece.tiles, params.piece_tiles);
+      }
+      EXPECT_EQ(next, keys == 0 ? 0 : div_up(keys, params.tile_tokens));
+      units.erase(found);
+    }
+  }
+  EXPECT_TRUE(units.empty());
+  const int64_t promised = max_partial_slots(params, requests, longest);
+  EXPECT_LT(slots.empty() ? -1 : *slots.rbegin(), promised);
+  if (view.active_workers() > 0) {
+    const int64_t slack = params.piece_tiles > 0 ? params.piece_tiles - 1 : 0;
+    // A cut inside a unit's cost hands the whole cost to the worker that has its first tile.
+    EXPECT_LE(heaviest, div_up(total, view.active_workers()) + slack + params.request_cost);
+    EXPECT_GE(view.active_workers(),
+              std::min(params.workers, std::max<int64_t>(1, total / params.min_tiles)));
+  }
+  // The merge sees exactly the slots that were written, unit by unit and in order.
+  std::set<int64_t> merged;
+  for (int64_t task = 0; task < view.merge_tasks(); ++task) {
+    ScheduleSplit split;
+    if (!view.split_at(task, split)) continue;
+    for (int64_t i = 0; i < split.pieces; ++i) EXPECT_TRUE(merged.insert(split.slot(i)).second);
+  }
+  EXPECT_EQ(merged, slots);
+}
+
+TEST(DecodeSchedule, EveryRowGivesTheSameSoundMap) {
+  for (const DecodeScheduleCase& c : decode_schedule_cases(CaseSize::test)) {
+    SCOPED_TRACE(c.name);
+    DecodeScheduleProblem want(c);
+    ASSERT_OK(decode_schedule_reference(want.args, Stream{}));
+    expect_sound(want);
+    EXPECT_OK(
+        check_schedule("test", want.schedule.as<int32_t>(), c.params, want.kv_lengths, want.query_start));
+    for_each_fitting_row(kDecodeSchedule, want.args, Stream{}, [&](const Row<DecodeScheduleArgs>& row) {
+      SCOPED_TRACE(row.name);
+      DecodeScheduleProblem got(c);
+      ASSERT_OK(row.run(got.args, Stream{}));
+      EXPECT_EQ(std::memcmp(got.schedule.as<char>(), want.schedule.as<char>(), got.schedule.bytes()), 0);
+      EXPECT_TRUE(got.schedule.canaries_intact());
+    });
+  }
+}
+
+/// Random batches, all into one buffer: what an earlier call left there must not show.
+TEST(DecodeSchedule, RandomBatchesIntoOneBuffer) {
+  std::mt19937 rng(1);
+  const auto below = [&](uint32_t n) { return static_cast<int64_t>(rng() % n); };
+  Guarded buffer(DType::i32, {decode_schedule_ints(20, 40)});
+  for (int repeat = 0; repeat < 10000; ++repeat) {
+    DecodeScheduleCase c{"", {}, {}};
+    c.params = {.heads_kv = 1 + below(4),
+                .tile_tokens = 1 + below(80),
+                .workers = 1 + below(40),
+                .min_tiles = 1 + below(4),
+                .request_cost = below(2) * below(6),
+                .window = below(2) * below(300),
+                .piece_tiles = below(2) * (1 + below(5))};
+    const int64_t requests = below(20);
+    for (int64_t b = 0; b < requests; ++b) {
+      c.lengths.push_back(static_cast<int32_t>(below(2) == 0 ? below(10) : below(2000)));
+      c.rows.push_back(static_cast<int32_t>(below(9)));
+    }
+    DecodeScheduleProblem want(c), got(c);
+    got.args.schedule = buffer;
+    ASSERT_OK(decode_schedule_reference(want.args, Stream{}));
+    ASSERT_OK(decode_schedule(got.args, Stream{}));
+    ASSERT_EQ(std::memcmp(buffer.as<char>(), want.schedule.as<char>(), want.schedule.bytes()), 0) << repeat;
+    if (repeat % 4 == 0) expect_sound(want);
+    if (testing::Test::HasFailure()) FAIL() << "at " << repeat;
+  }
+}
+
+/// Without cost and pieces the load is even to one tile, whatever the mix.
+TEST(DecodeSchedule, EvenToOneTile) {
+  DecodeScheduleProblem p({"", lengths_of(1, 131072, 31, 4096), {.heads_kv = 8, .workers = 132}});
+  ASSERT_OK(decode_schedule(p.args, Stream{}));
+  const ScheduleView view(p.schedule.as<const int32_t>());
+  int64_t least = 1 << 30, most = 0;
+  for (int64_t worker = 0; worker < 132; ++worker) {
+    int64_t tiles = 0;
+    view.for_each_piece(worker, [&](const SchedulePiece& piece) { tiles += piece.tiles; });
+    least = std::min(least, tiles);
+    most = std::max(most, tiles);
+  }
+  EXPECT_LE(most - least, 1);
+  EXPECT_EQ(most, div_up((131072 + 31 * 4096) / 64 * 8, 132));
+}
+
+/// With pieces the cuts of a request are its own: the same alone and in company.
+TEST(DecodeSchedule, PiecesDependOnTheRequestOnly) {
+  const DecodeScheduleParams params{.heads_kv = 2, .workers = 7, .piece_tiles = 8};
+  std::map<std::pair<int64_t, int64_t>, int> cuts[2];
+  for (const bool company : {false, true}) {
+    DecodeScheduleProblem p(
+        {"", company ? std::vector<int32_t>{9000, 1, 20000, 777} : std::vector<int32_t>{9000}, params});
+    ASSERT_OK(decode_schedule(p.args, Stream{}));
+    const ScheduleView view(p.schedule.as<const int32_t>());
+    for (int64_t worker = 0; worker < 7; ++worker) {
+      view.for_each_piece(worker, [&](const SchedulePiece& piece) {
+        if (piece.request == 0 && piece.head_kv == 0) ++cuts[company][{piece.first_tile, piece.tiles}];
+      });
+    }
+  }
+  EXPECT_EQ(cuts[0], cuts[1]);
+  EXPECT_EQ(cuts[0].size(), 18u);  // ceil(9000 / 512)
+}
+
+TEST(DecodeSchedule, RefusesWhatDisagrees) {
+  const DecodeScheduleCase c{"", {100, 200}, {.heads_kv = 2, .workers = 3}};
+  const auto fails = [&](auto&& change, const char* text) {
+    DecodeScheduleProblem p(c);
+    change(p);
+    EXPECT_FAILS(decode_schedule(p.args, Stream{}), Code::invalid_argument, text);
+  };
+  fails([](auto& p) { p.args.schedule.shape[0] -= 1; },
+        "schedule.shape[0] is 43, needs decode_schedule_ints(2, 3) = 44");
+  fails([](auto& p) { p.kv_lengths.template as<int32_t>()[1] = -1; },
+        "kv_lengths[1] is -1, needs at least 0");
+  fails([](auto& p) { p.query_start.template as<int32_t>()[2] = 0; },
+        "query_start[2] is 0, needs at least 1");
+  fails([](auto& p) { p.args.params.workers = 0; }, "params.workers is 0, needs 1 .. 2^30");
+  fails([](auto& p) { p.args.params.tile_tokens = 0; }, "params.tile_tokens is 0, needs 1 .. 2^30");
+  fails([](auto& p) { p.args.params.request_cost = 1 << 30; }, "exceed 2^31 - 1");
+}
+
+}  // namespace
+}  // namespace vivace
