@@ -39,13 +39,13 @@ namespace vivace {
 struct Bound {
   double absolute = 0, relative = 0;
   Bound operator+(const Bound& other) const { return {absolute + other.absolute, relative + other.relative}; }
-  /// Half an ulp of a stored value.
+  /// Half an ulp of a stored value: 2^-p of it with p bits of precision.
   static Bound store(DType dtype) {
     switch (dtype) {
       case DType::bf16:
-        return {0, 0x1p-9};
+        return {0, 0x1p-8};
       case DType::f16:
-        return {0x1p-25, 0x1p-12};
+        return {0x1p-25, 0x1p-11};
       default:
         return {0, 0x1p-24};
     }
