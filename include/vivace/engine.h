@@ -33,8 +33,8 @@ struct SamplingParams {
 struct Request {
   std::vector<int32_t> prompt_ids;  ///< at least one
   SamplingParams sampling;
-  std::optional<int64_t> max_tokens;  ///< absent: what is left of the context
-  int64_t min_tokens = 0;             ///< no end token before this many
+  std::optional<int64_t> max_tokens;  ///< absent: what is left of the context. 0: one final event, no token
+  int64_t min_tokens = 0;             ///< no end token, and no stop string, before this many
   std::vector<std::string> stop;      ///< the text ends before the earliest of them
   std::vector<int32_t> stop_ids;      ///< like an end token
   bool ignore_eos = false;
@@ -103,8 +103,10 @@ struct EngineStats {
 class Engine {
  public:
   /// Called on the engine thread, once per token in order, the last time with `finish` set. Must not block.
+  /// It may submit and cancel. One that throws cancels its request.
   using Sink = std::function<void(const TokenEvent&)>;
 
+  /// Cancels every request and delivers their final events.
   virtual ~Engine() = default;
 
   /// Loads the model and starts the engine thread.
@@ -116,9 +118,10 @@ class Engine {
   /// queue is full.
   virtual Result<RequestId> submit(Request request, Sink sink) = 0;
   /// After it returns the sink delivers at most the final event (FinishReason::cancelled), from the engine
-  /// thread; no token after that. Unknown or finished ids are ignored.
+  /// thread; no token after that. Waits for a sink's call in progress (unless a sink is the caller), so hold
+  /// no lock that a sink takes. Unknown or finished ids are ignored.
   virtual void cancel(RequestId request) = 0;
-  /// Blocks until nothing is running or waiting.
+  /// Blocks until nothing is running or waiting; from a sink it returns at once.
   virtual void drain() = 0;
   virtual EngineStats stats() const = 0;
   virtual const EngineOptions& options() const = 0;

@@ -1,0 +1,533 @@
+#include "src/engine/engine.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "src/core/error.h"
+#include "src/engine/check_request.h"
+#include "src/engine/kv_pages.h"
+
+namespace vivace::engine {
+
+namespace {
+
+/// A request between submit() and its final event. The engine thread owns everything but `cancelled`.
+struct Live {
+  Live(RequestId id, uint64_t seed, Engine::Sink sink, Generation generation, int64_t max_tokens)
+      : id(id),
+        seed(seed),
+        max_tokens(max_tokens),
+        sink(std::move(sink)),
+        generation(std::move(generation)) {}
+
+  const RequestId id;
+  const uint64_t seed;
+  const int64_t max_tokens;
+  Engine::Sink sink;
+  Generation generation;
+  PageChain chain;
+  int64_t computed = 0;   ///< tokens with keys and values in the chain
+  int64_t delivered = 0;  ///< tokens that the sink has seen
+  bool started = false;   ///< it has run before; a preempted request stays started
+  PrefixHit hit;          ///< while it waits: valid from planning a step until admission in it
+  std::atomic<bool> cancelled{false};
+};
+
+/// The arrays behind one StepInput, reused from step to step.
+struct StepArrays {
+  std::vector<int32_t> token_ids, positions, query_start, kv_lengths, page_table;
+  std::vector<int64_t> slots;
+  std::vector<SampleSlot> samples;
+
+  void clear() {
+    for (auto* ids : {&token_ids, &positions, &query_start, &kv_lengths, &page_table}) ids->clear();
+    slots.clear();
+    samples.clear();
+  }
+};
+
+/// Seeds of requests that bring none: a function of the engine's seed and the order of submission.
+uint64_t drawn_seed(uint64_t engine_seed, RequestId id) {
+  uint64_t word = engine_seed * 0x9e3779b97f4a7c15ULL + id;
+  for (int round = 0; round < 3; ++round) {
+    word ^= word >> 31;
+    word *= 0xd1342543de82ef95ULL;
+  }
+  return word ^ word >> 32;
+}
+
+class EngineImpl final : public Engine {
+ public:
+  EngineImpl(std::unique_ptr<Runner> runner, TokenBytes bytes, const EngineOptions& options,
+             EngineHooks hooks);
+  ~EngineImpl() override;
+
+  Result<RequestId> submit(Request request, Sink sink) override;
+  void cancel(RequestId request) override;
+  void drain() override;
+  EngineStats stats() const override;
+  const EngineOptions& options() const override { return options_; }
+  int64_t max_model_len() const override { return max_model_len_; }
+  int64_t vocab() const override { return runner_->vocab(); }
+  const Dispatch& dispatch() const override { return runner_->dispatch(); }
+
+ private:
+  using LivePtr = std::shared_ptr<Live>;
+
+  bool on_engine_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+  // The engine thread. One step is plan, prepare, run, collect; only run touches the device, and only collect
+  // needs its result.
+  void loop();
+  bool take_mail();
+  StepPlan plan();
+  std::vector<Sequence> plan_running();
+  std::vector<Sequence> plan_waiting();
+  Status prepare(const StepPlan& plan);
+  void preempt(RequestId id);
+  Status admit(const Work& work);
+  StepInput fill(const StepPlan& plan);
+  Status run(const StepInput& input);
+  void collect(const StepPlan& plan, const Status& status);
+  void audit();
+
+  bool deliver(Live& live, TokenEvent& event);
+  void retire(Live& live, FinishReason reason);
+  void end(Live& live, FinishReason reason, const Status& error = {});
+  void update_counts();
+
+  const EngineOptions options_;
+  const TokenBytes bytes_;
+  const EngineHooks hooks_;
+  const std::unique_ptr<Runner> runner_;
+  const Limits limits_;
+  const int64_t max_model_len_;
+
+  // The engine thread's own. Both queues are oldest first, and all that run are older than all that wait.
+  KvPages kv_;
+  std::vector<LivePtr> running_;
+  std::deque<LivePtr> waiting_;
+  std::vector<LivePtr> step_;  ///< the request of each work item
+  StepArrays arrays_;
+  std::vector<Sampled> sampled_;
+  std::vector<TokenEvent> events_;
+  EngineStats counts_;
+
+  // Shared, under mutex_.
+  mutable std::mutex mutex_;
+  std::condition_variable wake_, drained_;
+  std::map<RequestId, LivePtr> live_;
+  std::vector<LivePtr> submitted_;
+  bool cancels_ = false;  ///< some live request is cancelled and has not been ended
+  bool stopping_ = false;
+  RequestId next_id_ = 1;
+  EngineStats stats_;
+
+  /// Held around each call of a sink. cancel() passes through it, so that a call in progress is over and the
+  /// next one sees the cancellation.
+  std::mutex delivery_;
+  std::thread thread_;
+};
+
+EngineImpl::EngineImpl(std::unique_ptr<Runner> runner, TokenBytes bytes, const EngineOptions& options,
+                       EngineHooks hooks)
+    : options_(options),
+      bytes_(std::move(bytes)),
+      hooks_(std::move(hooks)),
+      runner_(std::move(runner)),
+      limits_{.max_batch = options.max_batch,
+              .token_budget = options.token_budget,
+              .page_tokens = runner_->page_tokens(),
+              .pages = runner_->pages()},
+      // A request that the whole pool cannot hold could never run.
+      max_model_len_(std::min({runner_->max_model_len(), limits_.pages * limits_.page_tokens,
+                               options.max_model_len > 0 ? options.max_model_len : INT64_MAX})),
+      kv_({.pages = limits_.pages,
+           .page_tokens = limits_.page_tokens,
+           .prefix_cache = options.prefix_cache}) {
+  update_counts();
+  stats_ = counts_;
+  thread_ = std::thread([this] { loop(); });
+}
+
+EngineImpl::~EngineImpl() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  thread_.join();
+}
+
+Result<RequestId> EngineImpl::submit(Request request, Sink sink) {
+  if (!sink) return invalid_argument("engine: submit needs a sink, got none");
+  VIVACE_TRY_ASSIGN(const int64_t max_tokens, check_request(request, vocab(), max_model_len_));
+  const std::optional<uint64_t> seed = request.sampling.seed;
+  Generation generation(std::move(request), max_tokens, runner_->eos_ids(), bytes_);
+
+  std::unique_lock lock(mutex_);
+  const int64_t waiting = std::ssize(live_) - stats_.running;
+  if (waiting >= options_.max_waiting)
+    return error(Code::resource_exhausted, "engine: {} requests wait, max_waiting is {}", waiting,
+                 options_.max_waiting);
+  const RequestId id = next_id_++;
+  auto live = std::make_shared<Live>(id, seed.value_or(drawn_seed(options_.seed, id)), std::move(sink),
+                                     std::move(generation), max_tokens);
+  live_.emplace(id, live);
+  submitted_.push_back(std::move(live));
+  lock.unlock();
+  wake_.notify_one();
+  return id;
+}
+
+void EngineImpl::cancel(RequestId request) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = live_.find(request);
+    if (found == live_.end()) return;
+    found->second->cancelled = true;
+    cancels_ = true;
+  }
+  wake_.notify_one();
+  if (on_engine_thread()) return;  // a sink is calling: its own call is the one in progress
+  const std::lock_guard until_delivered(delivery_);
+}
+
+void EngineImpl::drain() {
+  if (on_engine_thread()) return;  // a sink that waited for the engine would wait for itself
+  std::unique_lock lock(mutex_);
+  drained_.wait(lock, [&] { return live_.empty(); });
+}
+
+EngineStats EngineImpl::stats() const {
+  const std::lock_guard lock(mutex_);
+  EngineStats stats = stats_;
+  stats.waiting = std::ssize(live_) - stats.running;
+  return stats;
+}
+
+void EngineImpl::update_counts() {
+  counts_.running = std::ssize(running_);
+  counts_.pages_total = kv_.pages();
+  counts_.pages_free = kv_.free_pages();
+  counts_.pages_cached = kv_.idle_pages();
+}
+
+void EngineImpl::loop() {
+  while (take_mail()) {
+    if (running_.empty() && waiting_.empty()) continue;
+    const StepPlan step = plan();
+    if (hooks_.on_plan) hooks_.on_plan(step);
+    if (const Status ready = prepare(step); !ready.ok()) {
+      collect(step, ready);
+    } else {
+      collect(step, run(fill(step)));
+    }
+    ++counts_.steps;
+    update_counts();
+    {
+      const std::lock_guard lock(mutex_);
+      stats_ = counts_;
+    }
+    audit();
+  }
+}
+
+/// Sleeps while there is nothing to do; false when the engine stops.
+bool EngineImpl::take_mail() {
+  bool sweep = false, stop = false;
+  {
+    std::unique_lock lock(mutex_);
+    if (running_.empty() && waiting_.empty())
+      wake_.wait(lock, [&] { return stopping_ || cancels_ || !submitted_.empty(); });
+    waiting_.insert(waiting_.end(), submitted_.begin(), submitted_.end());
+    submitted_.clear();
+    stop = stopping_;
+    sweep = std::exchange(cancels_, false) || stop;
+  }
+  // max_tokens 0 asks for no token: such a request ends where it would have started.
+  std::vector<LivePtr> over;
+  const auto is_over = [&](const LivePtr& live) {
+    const bool ends = stop || live->cancelled || live->max_tokens == 0;
+    if (ends) over.push_back(live);
+    return ends;
+  };
+  if (sweep) std::erase_if(running_, is_over);
+  std::erase_if(waiting_, is_over);
+  for (const LivePtr& live : over)
+    end(*live, stop || live->cancelled ? FinishReason::cancelled : FinishReason::length);
+  if (!over.empty()) audit();
+  return !stop;
+}
+
+StepPlan EngineImpl::plan() {
+  return plan_step(plan_running(), plan_waiting(), kv_.available(), limits_);
+}
+
+std::vector<Sequence> EngineImpl::plan_running() {
+  std::vector<Sequence> sequences;
+  int64_t missing = 0;
+  for (const LivePtr& live : running_) {
+    const int64_t known = std::ssize(live->generation.tokens());
+    sequences.push_back(
+        {.id = live->id, .known = known, .computed = live->computed, .pages = std::ssize(live->chain.pages)});
+    missing += pages_for(known, limits_.page_tokens) - sequences.back().pages;
+  }
+  if (missing > kv_.available())  // only a preemption asks what it would bring
+    for (size_t i = 0; i < running_.size(); ++i) sequences[i].sole_pages = kv_.sole_pages(running_[i]->chain);
+  return sequences;
+}
+
+/// The waiting requests that one step could admit, and the first that it could not.
+std::vector<Sequence> EngineImpl::plan_waiting() {
+  std::vector<Sequence> sequences;
+  int64_t places = limits_.max_batch - std::ssize(running_);
+  int64_t tokens = limits_.token_budget, pages = kv_.available();
+  for (const LivePtr& live : waiting_) {
+    if (places-- <= 0 || tokens <= 0 || pages < 0) break;
+    const std::span<const int32_t> known = live->generation.tokens();
+    // At least one token is computed: its logits are what the request waits for.
+    live->hit = kv_.find(live->generation.request().cache_salt, known, std::ssize(known) - 1);
+    const int64_t cached_pages = std::ssize(live->hit.chain.pages);
+    sequences.push_back({.id = live->id,
+                         .known = std::ssize(known),
+                         .computed = cached_pages * limits_.page_tokens,
+                         .pages = cached_pages,
+                         .sole_pages = live->hit.idle_pages});
+    tokens -= sequences.back().known - sequences.back().computed;
+    pages -= pages_for(std::ssize(known), limits_.page_tokens) - cached_pages + live->hit.idle_pages;
+  }
+  return sequences;
+}
+
+/// Makes the queues and pages what the plan says, and step_ the requests of its work items.
+Status EngineImpl::prepare(const StepPlan& plan) {
+  step_.clear();
+  if (plan.work.empty()) {
+    step_.push_back(running_.empty() ? waiting_.front() : running_.front());
+    return error(Code::internal, "engine: no step is possible with {} pages of {} tokens", limits_.pages,
+                 limits_.page_tokens);
+  }
+  for (const uint64_t id : plan.preempted) preempt(id);
+  Status status;
+  for (const Work& work : plan.work)  // all cached pages are held before an allocation could evict them
+    if (work.admitted && status.ok()) status = admit(work);
+  for (const Work& work : plan.work) {
+    const auto found = std::ranges::lower_bound(running_, work.id, {}, &Live::id);
+    if (found == running_.end() || (*found)->id != work.id) continue;
+    Live& live = **found;
+    step_.push_back(*found);
+    if (!kv_.grow(live.chain, std::ssize(live.chain.pages) + work.new_pages) && status.ok())
+      status = error(Code::internal, "engine: the plan takes {} pages, {} are free", work.new_pages,
+                     kv_.available());
+  }
+  return status;
+}
+
+void EngineImpl::preempt(RequestId id) {
+  const auto found = std::ranges::lower_bound(running_, id, {}, &Live::id);
+  kv_.release((*found)->chain);
+  (*found)->computed = 0;
+  waiting_.push_front(*found);
+  running_.erase(found);
+  ++counts_.preemptions;
+}
+
+Status EngineImpl::admit(const Work& work) {
+  const LivePtr live = waiting_.front();
+  if (live->id != work.id)
+    return error(Code::internal, "engine: the plan admits {}, {} is the oldest waiting", work.id, live->id);
+  waiting_.pop_front();
+  running_.push_back(live);
+  live->chain = kv_.take(std::exchange(live->hit, {}));
+  live->computed = work.start;
+  if (std::exchange(live->started, true)) return {};
+  const int64_t prompt_tokens = std::ssize(live->generation.prompt());
+  live->generation.cached_tokens = work.start;
+  counts_.prompt_tokens += prompt_tokens;
+  counts_.cached_tokens += work.start;
+  return {};
+}
+
+StepInput EngineImpl::fill(const StepPlan& plan) {
+  StepArrays& a = arrays_;
+  a.clear();
+  size_t max_pages = 1;
+  for (const LivePtr& live : step_) max_pages = std::max(max_pages, live->chain.pages.size());
+  a.query_start.push_back(0);
+  for (size_t i = 0; i < plan.work.size(); ++i) {
+    const Work& work = plan.work[i];
+    const Live& live = *step_[i];
+    const std::span<const int32_t> known = live.generation.tokens();
+    for (int64_t position = work.start; position < work.start + work.tokens; ++position) {
+      const int64_t page = live.chain.pages[static_cast<size_t>(position / limits_.page_tokens)];
+      a.token_ids.push_back(known[static_cast<size_t>(position)]);
+      a.positions.push_back(static_cast<int32_t>(position));
+      a.slots.push_back(page * limits_.page_tokens + position % limits_.page_tokens);
+    }
+    a.query_start.push_back(static_cast<int32_t>(a.token_ids.size()));
+    a.kv_lengths.push_back(static_cast<int32_t>(work.start + work.tokens));
+    a.page_table.insert(a.page_table.end(), live.chain.pages.begin(), live.chain.pages.end());
+    a.page_table.resize((i + 1) * max_pages, -1);
+    if (!work.samples) continue;
+    a.samples.push_back({.row = std::ssize(a.token_ids) - 1,
+                         .params = &live.generation.request().sampling,
+                         .seed = live.seed,
+                         .position = std::ssize(live.generation.output()),
+                         .prompt_ids = live.generation.prompt(),
+                         .output_ids = live.generation.output(),
+                         .banned_ids = live.generation.banned_ids()});
+  }
+  return {.token_ids = a.token_ids,
+          .positions = a.positions,
+          .slots = a.slots,
+          .query_start = a.query_start,
+          .kv_lengths = a.kv_lengths,
+          .page_table = a.page_table,
+          .max_pages = static_cast<int64_t>(max_pages),
+          .decode_requests = plan.decodes,
+          .samples = a.samples};
+}
+
+Status EngineImpl::run(const StepInput& input) {
+  sampled_.clear();
+  try {
+    VIVACE_TRY(runner_->step(input, sampled_));
+  } catch (const std::exception& failure) {  // std::bad_alloc above all
+    return error(Code::internal, "engine: a step failed: {}", failure.what());
+  }
+  if (sampled_.size() != input.samples.size())
+    return error(Code::internal, "engine: a step returned {} tokens, needs {}", sampled_.size(),
+                 input.samples.size());
+  return {};
+}
+
+void EngineImpl::collect(const StepPlan& plan, const Status& status) {
+  if (!status.ok()) {
+    for (const LivePtr& live : step_) end(*live, FinishReason::error, status);
+    return;
+  }
+  size_t sample = 0;
+  for (size_t i = 0; i < plan.work.size(); ++i) {
+    const Work& work = plan.work[i];
+    Live& live = *step_[i];
+    const auto drawn = std::span<const Sampled>(sampled_).subspan(sample, work.samples ? 1 : 0);
+    sample += drawn.size();
+    live.computed = work.start + work.tokens;
+    // Keys and values that led to NaN are not offered to others.
+    if (std::ranges::all_of(drawn, &Sampled::valid))
+      kv_.publish(live.chain, live.generation.request().cache_salt,
+                  live.generation.tokens().first(static_cast<size_t>(live.computed)));
+    if (live.cancelled) continue;  // the next sweep ends it
+    events_.clear();
+    live.generation.append(drawn, events_);
+    for (TokenEvent& event : events_) {
+      if (!deliver(live, event)) break;
+      if (event.finish != FinishReason::none) retire(live, event.finish);
+    }
+  }
+}
+
+/// False when the request was cancelled before; the event is dropped then.
+bool EngineImpl::deliver(Live& live, TokenEvent& event) {
+  const std::lock_guard lock(delivery_);
+  if (live.cancelled && event.finish != FinishReason::cancelled) return false;
+  event.request = live.id;
+  event.time = std::chrono::steady_clock::now();
+  if (event.id >= 0) {
+    ++live.delivered;
+    ++counts_.generated_tokens;
+  }
+  try {
+    live.sink(event);
+  } catch (...) {  // a sink that throws has no use for more tokens
+    cancel(live.id);
+  }
+  return true;
+}
+
+/// Ends a request without a token.
+void EngineImpl::end(Live& live, FinishReason reason, const Status& error) {
+  TokenEvent event;
+  event.finish = live.cancelled ? FinishReason::cancelled : reason;
+  if (event.finish == FinishReason::error) event.error = error;
+  event.usage = live.generation.usage();
+  event.usage.completion_tokens = live.delivered;
+  if (!deliver(live, event)) {  // cancelled between the two lines above
+    event.finish = FinishReason::cancelled;
+    event.error = {};
+    deliver(live, event);
+  }
+  retire(live, event.finish);
+}
+
+/// After the final event: frees the pages and forgets the request.
+void EngineImpl::retire(Live& live, FinishReason reason) {
+  live.sink = nullptr;  // what it captured is free before drain() returns
+  kv_.release(live.chain);
+  const auto is_live = [&](const LivePtr& other) { return other.get() == &live; };
+  std::erase_if(running_, is_live);
+  std::erase_if(waiting_, is_live);
+  ++(reason == FinishReason::cancelled ? counts_.cancelled
+     : reason == FinishReason::error   ? counts_.failed
+                                       : counts_.finished);
+  update_counts();
+  LivePtr last;  // destroyed after the lock is gone
+  const std::lock_guard lock(mutex_);
+  stats_ = counts_;
+  const auto found = live_.find(live.id);
+  last = std::move(found->second);
+  live_.erase(found);
+  if (live_.empty()) drained_.notify_all();
+}
+
+void EngineImpl::audit() {
+  if (!hooks_.on_audit) return;
+  std::vector<const PageChain*> chains;
+  for (const LivePtr& live : running_) chains.push_back(&live->chain);
+  for (const LivePtr& live : waiting_) chains.push_back(&live->chain);
+  hooks_.on_audit(kv_.audit(chains));
+}
+
+Status check_option(std::string_view option, int64_t value, int64_t low, int64_t high) {
+  if (value >= low && value <= high) return {};
+  return invalid_argument("engine: {} is {}, needs {}..{}", option, value, low, high);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Runner> runner, TokenBytes bytes,
+                                            const EngineOptions& options, EngineHooks hooks) {
+  constexpr int64_t kMost = int64_t{1} << 20;
+  VIVACE_TRY(check_option("max_batch", options.max_batch, 1, kMost));
+  VIVACE_TRY(check_option("token_budget", options.token_budget, 1, kMost));
+  if (options.token_budget < options.max_batch)
+    return invalid_argument(
+        "engine: token_budget is {}, needs at least max_batch = {} (every running request "
+        "gets a token per step)",
+        options.token_budget, options.max_batch);
+  VIVACE_TRY(check_option("max_waiting", options.max_waiting, 1, INT64_MAX));
+  VIVACE_TRY(check_option("max_model_len", options.max_model_len, 0, INT32_MAX));
+  VIVACE_TRY(check_option("KV pages", runner->pages(), 1, INT32_MAX));
+  VIVACE_TRY(check_option("KV page size", runner->page_tokens(), 1, kMost));
+  return std::unique_ptr<Engine>(
+      std::make_unique<EngineImpl>(std::move(runner), std::move(bytes), options, std::move(hooks)));
+}
+
+Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Runner> runner,
+                                            std::shared_ptr<const model::Tokenizer> tokenizer,
+                                            const EngineOptions& options, EngineHooks hooks) {
+  TokenBytes bytes = [tokenizer = std::move(tokenizer)](int32_t id, bool skip_special) {
+    return tokenizer->bytes_of(id, skip_special);
+  };
+  return make_engine(std::move(runner), std::move(bytes), options, std::move(hooks));
+}
+
+}  // namespace vivace::engine
