@@ -224,13 +224,13 @@ void EngineImpl::loop() {
   while (take_mail()) {
     if (running_.empty() && waiting_.empty()) continue;
     const StepPlan step = plan();
+    ++counts_.steps;
     if (hooks_.on_plan) hooks_.on_plan(step);
     if (const Status ready = prepare(step); !ready.ok()) {
       collect(step, ready);
     } else {
       collect(step, run(fill(step)));
     }
-    ++counts_.steps;
     update_counts();
     {
       const std::lock_guard lock(mutex_);
