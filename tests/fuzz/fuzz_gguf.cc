@@ -11,7 +11,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const GgufTensor& tensor : file->tensors) {
     // What was accepted lies inside the input; touching the ends lets the sanitizer say otherwise.
     if (tensor.data.data() < data || tensor.data.data() + tensor.data.size() > data + size) std::abort();
-    if (!tensor.data.empty() && tensor.data.front() + tensor.data.back() < 0) std::abort();
+    const volatile uint8_t touched = tensor.data.front() ^ tensor.data.back();  // no tensor is empty
+    (void)touched;
   }
   for (const auto& [key, value] : file->metadata) (void)value.describe();
   (void)gguf_tokenizer(*file);
