@@ -32,13 +32,12 @@ struct DecodeScheduleArgs {
 /// Cuts the key tiles of all requests and KV heads into one contiguous run per worker. Once per step and
 /// distinct window; all layers share the map.
 ///
-/// Rule     The (request, KV head) units lie end to end, requests outer, heads inner. A unit of t
-///          tiles weighs request_cost + max(t, 1), its cost first; a request without query rows weighs
-///          nothing. With W the sum and n = clamp(W / min_tiles, 1, workers), worker i < n starts at i * (W /
-///          n) + min(i, W % n) and ends where the next one starts; workers n and above get nothing. A start
-///          inside the cost moves to tile 0; with piece_tiles it moves up to the next multiple, or to the
-///          next unit. Every start follows from a prefix sum over the requests alone: no worker waits for
-///          another.
+/// Rule     The (request, KV head) units lie end to end, requests outer, heads inner. A unit of t tiles weighs
+///          request_cost + max(t, 1), its cost first; a request without query rows weighs nothing. With W the
+///          sum and n = clamp(W / min_tiles, 1, workers), worker i < n starts at weight i * (W / n) + min(i, W % n)
+///          and ends where the next one starts; workers n and above get nothing. A start inside the cost moves
+///          to tile 0; with piece_tiles it moves up to the next multiple, or to the next unit. Every start
+///          follows from a prefix sum over the requests alone: no worker waits for another.
 /// Map      int32, three parts in this order:
 ///            header  16   requests, heads_kv, tile_tokens, workers, n, piece_tiles, request_cost, window,
 ///                         min_tiles, 0 ...
@@ -52,7 +51,8 @@ struct DecodeScheduleArgs {
 ///          piece_tiles one piece per group. A piece that is its whole unit writes the output directly,
 ///          others a partial: slot 2 i + 1 when it begins with its unit, else 2 i; with piece_tiles the slot
 ///          is groups before + head * groups + group. Partials of a unit are merged in order of their tiles.
-/// Balance  no worker has more than ceil(W / n) weight, plus piece_tiles - 1 with piece_tiles.
+/// Balance  no worker has more than ceil(W / n) weight, plus at most request_cost (a start inside a cost hands
+///          all of it to the worker of tile 0) and, with piece_tiles, piece_tiles - 1.
 /// Cost     O(requests + workers log requests).
 /// Runs     on `stream`; allocates nothing.
 /// Fails    invalid_argument: a shape, type or parameter disagrees, or the weights or slots exceed int32;

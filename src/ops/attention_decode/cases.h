@@ -10,30 +10,29 @@ struct AttentionDecodeCase {
   AttentionCase attention;
   /// heads_kv and window are those of `attention`.
   DecodeScheduleParams params = {};
+  const char* name = attention.name;
 };
 
 inline std::vector<AttentionRequest> requests_of(int64_t count, int64_t keys, int64_t rows = 1) {
   return std::vector<AttentionRequest>(count, AttentionRequest{keys, rows});
 }
 
-inline std::vector<AttentionDecodeCase> attention_decode_cases(CaseSize size) {
-  if (size == CaseSize::serving) {
-    return {
-        {{.name = "SmolLM2 1 x 512", .requests = requests_of(1, 512), .lse = false}, {.workers = 2}},
-        {{.name = "SmolLM2 8 x 512", .requests = requests_of(8, 512), .lse = false}, {.workers = 2}},
-        {{.name = "SmolLM2 1 x 2048", .requests = requests_of(1, 2048), .lse = false}, {.workers = 2}},
-        {{.name = "Qwen3-30B 8 x 1024, bf16",
-          .requests = requests_of(8, 1024),
-          .heads_q = 32,
-          .heads_kv = 4,
-          .head_dim = 128,
-          .kv = DType::bf16,
-          .lse = false},
-         {.workers = 2}},
-    };
-  }
+inline std::span<const AttentionDecodeCase> attention_decode_cases(CaseSize size) {
+  static const std::vector<AttentionDecodeCase> serving = {
+      {{.name = "SmolLM2 1 x 512", .requests = requests_of(1, 512), .lse = false}, {.workers = 2}},
+      {{.name = "SmolLM2 8 x 512", .requests = requests_of(8, 512), .lse = false}, {.workers = 2}},
+      {{.name = "SmolLM2 1 x 2048", .requests = requests_of(1, 2048), .lse = false}, {.workers = 2}},
+      {{.name = "Qwen3-30B 8 x 1024, bf16",
+        .requests = requests_of(8, 1024),
+        .heads_q = 32,
+        .heads_kv = 4,
+        .head_dim = 128,
+        .kv = DType::bf16,
+        .lse = false},
+       {.workers = 2}},
+  };
   constexpr DType kF16 = DType::f16, kBf16 = DType::bf16;
-  return {
+  static const std::vector<AttentionDecodeCase> test = {
       {{.name = "no requests", .requests = {}}},
       {{.name = "one key",
         .requests = {{1, 1}},
@@ -100,6 +99,7 @@ inline std::vector<AttentionDecodeCase> attention_decode_cases(CaseSize size) {
       {{.name = "pieces and window", .requests = {{1000, 3}, {64, 1}}, .window = 200, .sinks = true},
        {.tile_tokens = 16, .workers = 4, .piece_tiles = 3}},
   };
+  return size == CaseSize::serving ? serving : test;
 }
 
 /// A case with its schedule and a workspace of exactly the size that was asked for.

@@ -8,25 +8,24 @@ namespace vivace {
 struct AttentionPrefillCase {
   AttentionCase attention;
   int64_t split_tokens = 0;
+  const char* name = attention.name;
 };
 
-inline std::vector<AttentionPrefillCase> attention_prefill_cases(CaseSize size) {
-  if (size == CaseSize::serving) {
-    return {
-        {{.name = "SmolLM2 512", .requests = {{512, 512}}, .lse = false}},
-        {{.name = "SmolLM2 chunk 128 after 1920", .requests = {{2048, 128}}, .lse = false}},
-        {{.name = "Qwen3-30B 512, bf16",
-          .requests = {{512, 512}},
-          .heads_q = 32,
-          .heads_kv = 4,
-          .head_dim = 128,
-          .q = DType::bf16,
-          .kv = DType::bf16,
-          .lse = false}},
-    };
-  }
+inline std::span<const AttentionPrefillCase> attention_prefill_cases(CaseSize size) {
+  static const std::vector<AttentionPrefillCase> serving = {
+      {{.name = "SmolLM2 512", .requests = {{512, 512}}, .lse = false}},
+      {{.name = "SmolLM2 chunk 128 after 1920", .requests = {{2048, 128}}, .lse = false}},
+      {{.name = "Qwen3-30B 512, bf16",
+        .requests = {{512, 512}},
+        .heads_q = 32,
+        .heads_kv = 4,
+        .head_dim = 128,
+        .q = DType::bf16,
+        .kv = DType::bf16,
+        .lse = false}},
+  };
   constexpr DType kF32 = DType::f32, kF16 = DType::f16, kBf16 = DType::bf16;
-  return {
+  static const std::vector<AttentionPrefillCase> test = {
       {{.name = "no requests", .requests = {}}},
       {{.name = "one key",
         .requests = {{1, 1}},
@@ -94,6 +93,7 @@ inline std::vector<AttentionPrefillCase> attention_prefill_cases(CaseSize size) 
       {{.name = "groups of 48", .requests = {{200, 200}, {48, 5}, {49, 49}}}, 48},
       {{.name = "groups of 64 with window", .requests = {{300, 150}}, .window = 100, .sinks = true}, 64},
   };
+  return size == CaseSize::serving ? serving : test;
 }
 
 struct AttentionPrefillProblem : AttentionProblem {

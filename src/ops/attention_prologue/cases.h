@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cmath>
+#include <span>
 #include <vector>
 
 #include "src/ops/problem.h"
@@ -23,80 +24,81 @@ struct AttentionPrologueCase {
   double deviation = 1;
 };
 
-inline std::vector<AttentionPrologueCase> attention_prologue_cases(CaseSize size) {
+inline std::span<const AttentionPrologueCase> attention_prologue_cases(CaseSize size) {
   constexpr QkNorm kBefore = QkNorm::norm_then_rope, kAfter = QkNorm::rope_then_norm;
   constexpr RopeStyle kPairs = RopeStyle::interleaved;
   constexpr DType kF16 = DType::f16, kBf16 = DType::bf16, kF32 = DType::f32;
-  if (size == CaseSize::serving) {
-    return {
-        {.name = "SmolLM2 decode 8", .tokens = 8, .style = kPairs},
-        {.name = "SmolLM2 prefill 512", .tokens = 512, .style = kPairs},
-        {.name = "Qwen3-30B decode 64",
-         .tokens = 64,
-         .heads_q = 32,
-         .heads_kv = 4,
-         .head_dim = 128,
-         .qk_norm = kBefore,
-         .qkv = kBf16,
-         .kv = kBf16,
-         .weight = kBf16},
-        {.name = "Hy3 decode 64",
-         .tokens = 64,
-         .heads_q = 64,
-         .heads_kv = 8,
-         .head_dim = 128,
-         .qk_norm = kAfter,
-         .qkv = kBf16,
-         .kv = kBf16,
-         .weight = kBf16,
-         .eps = 1e-5},
-    };
-  }
-  std::vector<AttentionPrologueCase> cases = {
-      {.name = "no tokens", .tokens = 0},
-      {.name = "plain", .tokens = 7},
-      {.name = "interleaved", .tokens = 7, .style = kPairs},
-      {.name = "no RoPE", .tokens = 3, .qk_norm = kBefore, .rotary_dim = 0},
-      {.name = "partial", .tokens = 5, .qk_norm = kAfter, .rotary_dim = 32},
-      {.name = "partial, interleaved, odd vectors",
-       .tokens = 5,
-       .qk_norm = kBefore,
-       .style = kPairs,
-       .rotary_dim = 22},
-      {.name = "head 1", .tokens = 2, .heads_q = 2, .heads_kv = 1, .head_dim = 1, .rotary_dim = 0},
-      {.name = "head 6", .tokens = 2, .heads_q = 2, .heads_kv = 1, .head_dim = 6, .qk_norm = kAfter},
-      {.name = "strided qkv", .tokens = 5, .qkv_padding = 24},
-      {.name = "head_token pages", .tokens = 40, .head_token = true},
-      {.name = "f16 cache", .tokens = 5, .kv = kF16},
-      {.name = "bf16 in, f32 out",
-       .tokens = 5,
+  static const std::vector<AttentionPrologueCase> serving = {
+      {.name = "SmolLM2 decode 8", .tokens = 8, .style = kPairs},
+      {.name = "SmolLM2 prefill 512", .tokens = 512, .style = kPairs},
+      {.name = "Qwen3-30B decode 64",
+       .tokens = 64,
+       .heads_q = 32,
+       .heads_kv = 4,
+       .head_dim = 128,
        .qk_norm = kBefore,
        .qkv = kBf16,
-       .kv = kF32,
-       .weight = kF16,
-       .q = kF32},
-      {.name = "tiny heads, eps 1e-5", .tokens = 3, .qk_norm = kBefore, .eps = 1e-5, .deviation = 1e-3},
-      {.name = "tiny heads, eps 1e-6", .tokens = 3, .qk_norm = kAfter, .eps = 1e-6, .deviation = 1e-3},
+       .kv = kBf16,
+       .weight = kBf16},
+      {.name = "Hy3 decode 64",
+       .tokens = 64,
+       .heads_q = 64,
+       .heads_kv = 8,
+       .head_dim = 128,
+       .qk_norm = kAfter,
+       .qkv = kBf16,
+       .kv = kBf16,
+       .weight = kBf16,
+       .eps = 1e-5},
   };
-  const std::pair<int64_t, int64_t> heads[] = {{32, 8}, {40, 8}, {16, 2}, {28, 4}, {9, 3}};
-  const int64_t dims[] = {64, 128, 256, 80};
-  int i = 0;
-  for (const auto& [heads_q, heads_kv] : heads) {
-    for (const int64_t head_dim : dims) {
-      cases.push_back({.name = "heads and dims",
-                       .tokens = 3,
-                       .heads_q = heads_q,
-                       .heads_kv = heads_kv,
-                       .head_dim = head_dim,
-                       .qk_norm = static_cast<QkNorm>(i % 3),
-                       .style = static_cast<RopeStyle>(i % 2),
-                       .qkv = i % 4 < 2 ? kBf16 : kF32,
-                       .kv = i % 4 < 2 ? kBf16 : kF32,
-                       .weight = i % 5 < 2 ? kBf16 : kF32});
-      ++i;
+  static const std::vector<AttentionPrologueCase> test = [] {
+    std::vector<AttentionPrologueCase> cases = {
+        {.name = "no tokens", .tokens = 0},
+        {.name = "plain", .tokens = 7},
+        {.name = "interleaved", .tokens = 7, .style = kPairs},
+        {.name = "no RoPE", .tokens = 3, .qk_norm = kBefore, .rotary_dim = 0},
+        {.name = "partial", .tokens = 5, .qk_norm = kAfter, .rotary_dim = 32},
+        {.name = "partial, interleaved, odd vectors",
+         .tokens = 5,
+         .qk_norm = kBefore,
+         .style = kPairs,
+         .rotary_dim = 22},
+        {.name = "head 1", .tokens = 2, .heads_q = 2, .heads_kv = 1, .head_dim = 1, .rotary_dim = 0},
+        {.name = "head 6", .tokens = 2, .heads_q = 2, .heads_kv = 1, .head_dim = 6, .qk_norm = kAfter},
+        {.name = "strided qkv", .tokens = 5, .qkv_padding = 24},
+        {.name = "head_token pages", .tokens = 40, .head_token = true},
+        {.name = "f16 cache", .tokens = 5, .kv = kF16},
+        {.name = "bf16 in, f32 out",
+         .tokens = 5,
+         .qk_norm = kBefore,
+         .qkv = kBf16,
+         .kv = kF32,
+         .weight = kF16,
+         .q = kF32},
+        {.name = "tiny heads, eps 1e-5", .tokens = 3, .qk_norm = kBefore, .eps = 1e-5, .deviation = 1e-3},
+        {.name = "tiny heads, eps 1e-6", .tokens = 3, .qk_norm = kAfter, .eps = 1e-6, .deviation = 1e-3},
+    };
+    const std::pair<int64_t, int64_t> heads[] = {{32, 8}, {40, 8}, {16, 2}, {28, 4}, {9, 3}};
+    const int64_t dims[] = {64, 128, 256, 80};
+    int i = 0;
+    for (const auto& [heads_q, heads_kv] : heads) {
+      for (const int64_t head_dim : dims) {
+        cases.push_back({.name = "heads and dims",
+                         .tokens = 3,
+                         .heads_q = heads_q,
+                         .heads_kv = heads_kv,
+                         .head_dim = head_dim,
+                         .qk_norm = static_cast<QkNorm>(i % 3),
+                         .style = static_cast<RopeStyle>(i % 2),
+                         .qkv = i % 4 < 2 ? kBf16 : kF32,
+                         .kv = i % 4 < 2 ? kBf16 : kF32,
+                         .weight = i % 5 < 2 ? kBf16 : kF32});
+        ++i;
+      }
     }
-  }
-  return cases;
+    return cases;
+  }();
+  return size == CaseSize::serving ? serving : test;
 }
 
 /// Every third token has slot -1; the others are scattered over the pool, its last slot in use.
