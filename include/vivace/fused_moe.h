@@ -26,7 +26,7 @@ struct FusedMoeArgs {
   Tensor expert_ids;
   Tensor expert_weights;
   Tensor y;
-  Tensor workspace;  ///< u8 [>= fused_moe_workspace_bytes()], 64-byte aligned; absent when that is 0
+  Tensor workspace;  ///< u8 [>= fused_moe_workspace_bytes()]; absent when that is 0
 };
 
 /// The routed experts of a layer:

@@ -42,7 +42,7 @@ struct SamplerArgs {
   Tensor logprobs;      ///< optional
   Tensor top_ids;       ///< optional, together with top_logprobs
   Tensor top_logprobs;  ///< optional
-  Tensor workspace;     ///< u8 [>= sampler_workspace_bytes()], 64-byte aligned
+  Tensor workspace;     ///< u8 [>= sampler_workspace_bytes()]
 };
 
 /// Draws one token per row. The order, each step on the result of the one before:

@@ -75,8 +75,7 @@ TEST(FusedMoe, EveryRowAgreesWithTheReference) {
     for (const Stream& stream : cpu_streams()) {
       for_each_fitting_row(kFusedMoe, want.args, stream, [&](const Row<FusedMoeArgs>& row) {
         SCOPED_TRACE(row.name);
-        FusedMoeProblem got(c, 1);
-        got.take_workspace(stream);
+        FusedMoeProblem got(c, 1, stream);
         if (c.tokens > 0) ASSERT_OK(row.run(got.args, stream));
         EXPECT_TRUE(close(got.args.y, want.args.y, bound));
         EXPECT_TRUE(got.y.canaries_intact() && got.workspace.canaries_intact());
@@ -107,7 +106,6 @@ TEST(FusedMoe, BlockFormatWeights) {
     for (FusedMoeProblem* p : {&want, &got}) {
       p->args.gate_up = gate_up;
       p->args.down = down;
-      p->take_workspace(Stream{});
     }
     ASSERT_OK(fused_moe_reference(want.args, Stream{}));
     ASSERT_OK(fused_moe(got.args, Stream{}));
@@ -137,9 +135,8 @@ struct TinyExperts {
     args.expert_weights = Tensor(weights.data(), DType::f32, {tokens, top_k});
     const Result<int64_t> bytes = fused_moe_workspace_bytes(args, Stream{});
     EXPECT_TRUE(bytes.ok());
-    workspace.assign(*bytes + 64, 0xFF);  // NaN in every float
-    args.workspace =
-        Tensor(workspace.data() + (-reinterpret_cast<uintptr_t>(workspace.data()) % 64), DType::u8, {*bytes});
+    workspace.assign(*bytes, 0xFF);  // NaN in every float
+    args.workspace = Tensor(workspace.data(), DType::u8, {*bytes});
     EXPECT_OK(row.run(args, Stream{}));
     return y;
   }
@@ -192,8 +189,6 @@ TEST(FusedMoe, SharedExpertIsAddedWithoutAFactor) {
 // https://github.com/sgl-project/sglang/issues/38773: a layer that receives no tokens aborts on a null pointer.
 TEST(FusedMoe, H04NoTokensThenOneThenNone) {
   FusedMoeProblem p({"", 1, 512, 256, 16, 4}, 4), fresh({"", 1, 512, 256, 16, 4}, 4);
-  p.take_workspace(Stream{});
-  fresh.take_workspace(Stream{});
   FusedMoeArgs none = p.args;
   none.x = none.y = Tensor(nullptr, DType::f32, {0, 512});
   none.expert_ids = Tensor(nullptr, DType::i32, {0, 4});
@@ -209,9 +204,8 @@ TEST(FusedMoe, H04NoTokensThenOneThenNone) {
 
 TEST(FusedMoe, ATokenDoesNotDependOnItsCompany) {
   const FusedMoeCase c{"", 600, 40, 72, 6, 8, DType::bf16, MoeRouting::any, 24};
-  FusedMoeProblem p(c, 5);
   const Stream pool = cpu_streams()[1];
-  p.take_workspace(pool);
+  FusedMoeProblem p(c, 5, pool);
   ASSERT_OK(fused_moe(p.args, pool));
   for (int64_t t = 0; t < c.tokens; t += 7) {
     std::vector<float> alone(40);
@@ -231,7 +225,6 @@ TEST(FusedMoe, BothFormsGiveTheSameBits) {
   c.separate = true;
   FusedMoeProblem apart(c, 6);
   for (FusedMoeProblem* p : {&stacked, &apart}) {
-    p->take_workspace(Stream{});
     ASSERT_OK(fused_moe(p->args, Stream{}));
   }
   EXPECT_EQ(values_of(stacked.y), values_of(apart.y));
@@ -276,7 +269,6 @@ TEST(FusedMoe, H07_large_MoreThanTwoToThe31Elements) {
 
 TEST(FusedMoe, RefusesWhatDisagrees) {
   FusedMoeProblem p({"", 2, 16, 8, 4, 2, DType::f32, MoeRouting::distinct, 8}, 1);
-  p.take_workspace(Stream{});
   const auto refuses = [](const FusedMoeArgs& base, auto&& change, const char* text) {
     FusedMoeArgs args = base;
     change(args);

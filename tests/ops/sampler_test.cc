@@ -24,8 +24,7 @@ TEST(Sampler, EveryRowAgreesWithTheReference) {
     for (const Stream& stream : cpu_streams()) {
       for_each_fitting_row(kSampler, want.args, stream, [&](const Row<SamplerArgs>& row) {
         SCOPED_TRACE(row.name);
-        SamplerProblem got(c, 1);
-        got.take_workspace(stream);
+        SamplerProblem got(c, 1, stream);
         ASSERT_OK(row.run(got.args, stream));
         // A draw may differ where u * total is within 1e-6 of a running sum; no row of these cases is so close.
         EXPECT_EQ(list_of<int32_t>(got.args.ids), list_of<int32_t>(want.args.ids));
@@ -64,9 +63,8 @@ Samples sample(const Tensor& logits, const std::vector<SampleRow>& rows,
                    .logprobs = Tensor(s.logprobs.data(), DType::f32, {count})};
   const Result<int64_t> bytes = sampler_workspace_bytes(args, stream);
   EXPECT_TRUE(bytes.ok());
-  std::vector<uint8_t> memory(*bytes + 64, 0xFF);
-  args.workspace =
-      Tensor(memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) % 64), DType::u8, {*bytes});
+  std::vector<uint8_t> memory(*bytes, 0xFF);
+  args.workspace = Tensor(memory.data(), DType::u8, {*bytes});
   EXPECT_OK(implementation.run(args, stream));
   return s;
 }
@@ -198,9 +196,8 @@ TEST(Sampler, TopLogprobsBreakTiesByIdAndPadTheRest) {
                      .valid = valid,
                      .top_ids = top_ids,
                      .top_logprobs = top};
-    std::vector<uint8_t> memory(*sampler_workspace_bytes(args, Stream{}) + 64);
-    args.workspace = Tensor(memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) % 64), DType::u8,
-                            {static_cast<int64_t>(memory.size()) - 64});
+    std::vector<uint8_t> memory(*sampler_workspace_bytes(args, Stream{}));
+    args.workspace = Tensor(memory.data(), DType::u8, {static_cast<int64_t>(memory.size())});
     ASSERT_OK(row.run(args, Stream{}));
     EXPECT_EQ(list_of<int32_t>(top_ids),
               (std::vector<int32_t>{1, 2, 4, -1, -1, -1, -1, 1, -1, -1, -1, -1, -1, -1}));
@@ -445,7 +442,6 @@ TEST(Sampler, TwoStreamsAtOnceWithTheirOwnScratch) {
       b({"", 6, 5000, DType::f32, 2, 1, 0, 0.9}, 4);
   SamplerProblem a_alone({"", 6, 5000, DType::f32, 4, 0.8, 50, 0.9, 0, true, 5}, 3),
       b_alone({"", 6, 5000, DType::f32, 2, 1, 0, 0.9}, 4);
-  for (SamplerProblem* p : {&a, &b, &a_alone, &b_alone}) p->take_workspace(Stream{});
   std::thread other([&] { EXPECT_OK(sampler(b.args, Stream{})); });
   EXPECT_OK(sampler(a.args, Stream{}));
   other.join();
@@ -457,7 +453,6 @@ TEST(Sampler, TwoStreamsAtOnceWithTheirOwnScratch) {
 
 TEST(Sampler, RefusesWhatDisagrees) {
   SamplerProblem p({"", 2, 40, DType::f32, 4, 1, 0, 1, 0, false, 3}, 1);
-  p.take_workspace(Stream{});
   const auto refuses = [&](auto&& change, const char* text) {
     std::vector<SampleRow> rows = p.rows;
     SamplerArgs args = p.args;

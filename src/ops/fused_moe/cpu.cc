@@ -15,6 +15,7 @@
 
 #include <algorithm>
 
+#include "src/core/workspace.h"
 #include "src/cpu/math-inl.h"
 #include "src/cpu/simd.h"
 #include "src/cpu/thread_pool.h"
@@ -66,10 +67,6 @@ constexpr int64_t kColumns = 64;  // of a task: a few hundred kilobytes of weigh
 constexpr int64_t kRows = 64;     // of a product inside a task
 static_assert(kColumns % cpu::kPanelRows == 0);
 
-int64_t align64(int64_t bytes) {
-  return (bytes + 63) / 64 * 64;
-}
-
 /// The scratch of one block of tokens. Slot s = token * top_k + choice; pairs with work are rows, sorted by expert.
 struct Scratch {
   int64_t block_tokens, slots;
@@ -91,8 +88,8 @@ struct Scratch {
     bytes = 0;
     const auto place = [&](auto*& pointer, int64_t count) {
       using T = std::remove_reference_t<decltype(*pointer)>;
-      pointer = reinterpret_cast<T*>(memory + bytes);
-      bytes += align64(count * int64_t{sizeof(T)});
+      pointer = memory ? reinterpret_cast<T*>(memory + bytes) : nullptr;
+      bytes += whole_lines(count * int64_t{sizeof(T)});
     };
     place(first, experts + 1);
     place(active, experts);
@@ -226,11 +223,11 @@ void run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scrat
 }  // namespace
 
 int64_t fused_moe_cpu_workspace_bytes(const FusedMoeArgs& args, const Stream&) {
-  return Scratch(args, nullptr).bytes;
+  return Scratch(args, nullptr).bytes + kWorkspaceSlack;
 }
 
 Status fused_moe_cpu(const FusedMoeArgs& args, const Stream& stream) {
-  const Scratch scratch(args, args.workspace.as<uint8_t>());
+  const Scratch scratch(args, first_line(args.workspace));
   const int64_t tokens = args.x.shape[0];
   for (int64_t t = 0; t < tokens; t += scratch.block_tokens) {
     run_block(args, t, std::min(scratch.block_tokens, tokens - t), scratch, stream);

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "src/core/checks.h"
+#include "src/core/workspace.h"
 #include "src/ops/fused_moe/table.h"
 
 namespace vivace {
@@ -105,15 +106,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
   VIVACE_TRY(check.status());
   if (args.x.elements() == 0) return {};
   VIVACE_TRY_ASSIGN(const int64_t needed, fused_moe_workspace_bytes(args, stream));
-  if (needed > 0) {
-    check.tensor("workspace", args.workspace, {"workspace_bytes"})
-        .dtype("workspace", args.workspace, dtypes_mask(DType::u8))
-        .that(args.workspace.bytes() >= needed, "workspace.shape[0]",
-              static_cast<double>(args.workspace.bytes()), fmt::format("at least {} bytes", needed))
-        .that(reinterpret_cast<uintptr_t>(args.workspace.data) % 64 == 0, "workspace address",
-              static_cast<double>(reinterpret_cast<uintptr_t>(args.workspace.data)), "a multiple of 64");
-    VIVACE_TRY(check.status());
-  }
+  VIVACE_TRY(check_workspace("fused_moe", args.workspace, needed));
   return dispatch(kFusedMoe, args, stream);
 }
 

@@ -69,7 +69,7 @@ struct SamplerProblem {
   std::vector<uint32_t> allowed;
   SamplerArgs args;
 
-  SamplerProblem(const SamplerCase& c, uint32_t seed) {
+  SamplerProblem(const SamplerCase& c, uint32_t seed, const Stream& stream = {}) {
     std::mt19937 rng(seed);
     logits = Guarded(c.logits, {c.rows, c.vocab}, c.row_stride);
     logits.random(rng, c.deviation);
@@ -116,16 +116,14 @@ struct SamplerProblem {
       args.top_ids = top_ids;
       args.top_logprobs = top_logprobs;
     }
+    take_workspace(stream);
   }
 
-  /// Scratch for what the first row that fits asks for on this stream.
+  /// Scratch for these arguments on this stream.
   void take_workspace(const Stream& stream) {
     const Result<int64_t> bytes = sampler_workspace_bytes(args, stream);
-    workspace = Guarded(DType::u8, {bytes.ok() ? *bytes + 64 : 0});
+    workspace = Guarded(DType::u8, {bytes.ok() ? *bytes : 0});
     args.workspace = workspace;
-    const uintptr_t skip = -reinterpret_cast<uintptr_t>(args.workspace.data) % 64;
-    args.workspace.data = args.workspace.as<uint8_t>() + skip;
-    args.workspace.shape[0] -= static_cast<int64_t>(skip);
   }
 };
 

@@ -14,6 +14,7 @@
 #include <limits>
 
 #include "src/core/number.h"
+#include "src/core/workspace.h"
 #include "src/cpu/thread_pool.h"
 #include "src/ops/sampler/random.h"
 #include "src/ops/sampler/scan.h"
@@ -42,7 +43,7 @@ struct Scratch {
     const int64_t raw = chunks * (kSampleChunk + kMaximaPerChunk) * int64_t{sizeof(float)} +
                         chunks * int64_t{sizeof(double)} +
                         candidate_count(vocab) * int64_t{sizeof(Candidate)};
-    return (raw + 63) / 64 * 64;
+    return whole_lines(raw);
   }
   Scratch(uint8_t* memory, int64_t vocab) {
     const int64_t chunks = sample_chunks(vocab);
@@ -298,13 +299,14 @@ void sample_row(const SamplerArgs& args, int64_t r, const Scratch& s) {
 }  // namespace
 
 int64_t sampler_cpu_workspace_bytes(const SamplerArgs& args, const Stream& stream) {
-  return Scratch::bytes(args.logits.shape[1]) * cpu::threads_of(stream.threads);
+  return Scratch::bytes(args.logits.shape[1]) * cpu::threads_of(stream.threads) + kWorkspaceSlack;
 }
 
 Status sampler_cpu(const SamplerArgs& args, const Stream& stream) {
   const int64_t vocab = args.logits.shape[1], bytes = Scratch::bytes(vocab);
+  uint8_t* const memory = first_line(args.workspace);
   cpu::parallel_for(stream.threads, static_cast<int64_t>(args.rows.size()), [&](int64_t r, int worker) {
-    sample_row(args, r, Scratch(args.workspace.as<uint8_t>() + worker * bytes, vocab));
+    sample_row(args, r, Scratch(memory + worker * bytes, vocab));
   });
   return {};
 }

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "src/core/checks.h"
+#include "src/core/workspace.h"
 #include "src/ops/sampler/table.h"
 
 namespace vivace {
@@ -92,15 +93,7 @@ Status sampler(const SamplerArgs& args, const Stream& stream) {
     }
   }
   VIVACE_TRY_ASSIGN(const int64_t needed, sampler_workspace_bytes(args, stream));
-  if (needed > 0) {
-    check.tensor("workspace", args.workspace, {"workspace_bytes"})
-        .dtype("workspace", args.workspace, dtypes_mask(DType::u8))
-        .that(args.workspace.bytes() >= needed, "workspace.shape[0]",
-              static_cast<double>(args.workspace.bytes()), fmt::format("at least {} bytes", needed))
-        .that(reinterpret_cast<uintptr_t>(args.workspace.data) % 64 == 0, "workspace address",
-              static_cast<double>(reinterpret_cast<uintptr_t>(args.workspace.data)), "a multiple of 64");
-    VIVACE_TRY(check.status());
-  }
+  VIVACE_TRY(check_workspace("sampler", args.workspace, needed));
   return dispatch(kSampler, args, stream);
 }
 
