@@ -51,18 +51,25 @@ HWY_INLINE void multiply_f32(const float* const* w, const float* const* x, int64
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   using V = hn::Vec<decltype(d)>;
   V acc[kTokens][4];
+#pragma GCC unroll 4
   for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) acc[t][r] = hn::Zero(d);
   int64_t i = 0;
   for (; i + lanes <= k; i += lanes) {
     V xs[kTokens];
+#pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) xs[t] = hn::LoadU(d, x[t] + i);
+#pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       const V row = hn::LoadU(d, w[r] + i);
+#pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) acc[t][r] = hn::MulAdd(row, xs[t], acc[t][r]);
     }
   }
+#pragma GCC unroll 4
   for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
     for (int r = 0; r < 4; ++r) {
       float sum = hn::GetLane(hn::SumOfLanes(d, acc[t][r]));
       for (int64_t tail = i; tail < k; ++tail) sum += w[r][tail] * x[t][tail];
@@ -186,11 +193,12 @@ void gemm_quantized_rows(const QuantizedRows& x, int64_t m, const Tensor& weight
     const int64_t rows = std::min(kRows, n1 - n);
     const uint8_t* w[kRows];
     for (int64_t r = 0; r < kRows; ++r) w[r] = row_of(weight, n + std::min(r, rows - 1));
+    const uint8_t* next = row_of(weight, n + kRows);
     int64_t begin = 0;
     do {
       const int64_t count = std::min(most, groups - begin);
       const bool last = begin + count == groups;
-      unpack_panel(weight.dtype, w, begin, count, panel);
+      unpack_panel(weight.dtype, w, next, begin, count, panel);
       const auto tile = [&](auto tokens, int64_t t0) {
         constexpr int kTokens = decltype(tokens)::value;
         const uint8_t* xs[kTokens];

@@ -45,6 +45,29 @@ HWY_INLINE __m256 load_f16_of_rows(const uint8_t* const* rows, int64_t offset) {
   return _mm256_cvtph_ps(_mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
 }
 
+/// Two f16 side by side at `offset` bytes of each row.
+HWY_INLINE void load_f16_pairs_of_rows(const uint8_t* const* rows, int64_t offset, __m256& first,
+                                       __m256& second) {
+  const auto at = [&](int r) {
+    int32_t pair;
+    std::memcpy(&pair, rows[r] + offset, sizeof pair);
+    return pair;
+  };
+  const __m256i pairs = _mm256_setr_epi32(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
+  const __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)), high = _mm256_srli_epi32(pairs, 16);
+  // Packing works in 128-bit halves: first 0-3, second 0-3, first 4-7, second 4-7.
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), _MM_SHUFFLE(3, 1, 2, 0));
+  first = _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+  second = _mm256_cvtph_ps(_mm256_extracti128_si256(packed, 1));
+}
+
+/// Asks for the part of the next eight rows that lies `at` bytes into them. Eight short rows at once are more streams
+/// than the hardware follows; taken together they are one.
+HWY_INLINE void prefetch_next(const uint8_t* next, int64_t at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(next + at + i), _MM_HINT_T0);
+}
+
 HWY_INLINE __m256i low_nibbles(__m256i v) {
   return _mm256_and_si256(v, _mm256_set1_epi8(15));
 }
@@ -61,14 +84,16 @@ HWY_INLINE void store_widened(__m256i v, __m256i scale, __m256i* to) {
 
 /// q4_0 and q4_1: 16 bytes of nibbles after a header of 2 or 4 bytes.
 template <class Block>
-HWY_INLINE void unpack_nibble_blocks(const uint8_t* const* w, int64_t begin, int64_t count,
-                                     cpu::Panel& panel) {
+HWY_INLINE void unpack_nibble_blocks(const uint8_t* const* w, const uint8_t* next, int64_t begin,
+                                     int64_t count, cpu::Panel& panel) {
   constexpr bool kHasMin = std::is_same_v<Block, BlockQ4_1>;
   auto* to = reinterpret_cast<__m256i*>(panel.q);
   int64_t offset = begin * static_cast<int64_t>(sizeof(Block));
   for (int64_t g = 0; g < count; ++g, offset += sizeof(Block), to += 8) {
+    prefetch_next(next, 8 * offset, 8 * sizeof(Block));
     __m256i v[4];
     transpose_rows(w, offset + (kHasMin ? 4 : 2), v);
+#pragma GCC unroll 8
     for (int j = 0; j < 4; ++j) {
       _mm256_store_si256(to + j, low_nibbles(v[j]));
       _mm256_store_si256(to + 4 + j, high_nibbles(v[j]));
@@ -80,13 +105,16 @@ HWY_INLINE void unpack_nibble_blocks(const uint8_t* const* w, int64_t begin, int
   }
 }
 
-HWY_INLINE void unpack_q8_0(const uint8_t* const* w, int64_t begin, int64_t count, cpu::Panel& panel) {
+HWY_INLINE void unpack_q8_0(const uint8_t* const* w, const uint8_t* next, int64_t begin, int64_t count,
+                            cpu::Panel& panel) {
   auto* to = reinterpret_cast<__m256i*>(panel.q);
   int64_t offset = begin * static_cast<int64_t>(sizeof(BlockQ8_0));
   for (int64_t g = 0; g < count; ++g, offset += sizeof(BlockQ8_0)) {
+    prefetch_next(next, 8 * offset, 8 * sizeof(BlockQ8_0));
     for (int half = 0; half < 2; ++half) {
       __m256i v[4];
       transpose_rows(w, offset + 2 + 16 * half, v);
+#pragma GCC unroll 8
       for (int j = 0; j < 4; ++j, to += 2) {
         _mm256_store_si256(to, _mm256_srai_epi16(_mm256_slli_epi16(v[j], 8), 8));
         _mm256_store_si256(to + 1, _mm256_srai_epi16(v[j], 8));
@@ -97,14 +125,17 @@ HWY_INLINE void unpack_q8_0(const uint8_t* const* w, int64_t begin, int64_t coun
 }
 
 /// `begin` and `count` are multiples of 8 groups: whole blocks.
-HWY_INLINE void unpack_q4_k(const uint8_t* const* w, int64_t begin, int64_t count, cpu::Panel& panel) {
+HWY_INLINE void unpack_q4_k(const uint8_t* const* w, const uint8_t* next, int64_t begin, int64_t count,
+                            cpu::Panel& panel) {
   auto* to = reinterpret_cast<__m256i*>(panel.q);
   int64_t offset = begin / 8 * static_cast<int64_t>(sizeof(BlockQ4K));
   for (int64_t g = 0; g < count; g += 8, offset += sizeof(BlockQ4K)) {
+    prefetch_next(next, 8 * offset, 8 * sizeof(BlockQ4K));
     for (int pair = 0; pair < 4; ++pair, to += 16) {
       __m256i v[8];
       transpose_rows(w, offset + 16 + 32 * pair, v);
       transpose_rows(w, offset + 32 + 32 * pair, v + 4);
+#pragma GCC unroll 8
       for (int j = 0; j < 8; ++j) {
         _mm256_store_si256(to + j, low_nibbles(v[j]));
         _mm256_store_si256(to + 8 + j, high_nibbles(v[j]));
@@ -128,10 +159,12 @@ HWY_INLINE void unpack_q4_k(const uint8_t* const* w, int64_t begin, int64_t coun
   }
 }
 
-HWY_INLINE void unpack_q6_k(const uint8_t* const* w, int64_t begin, int64_t count, cpu::Panel& panel) {
+HWY_INLINE void unpack_q6_k(const uint8_t* const* w, const uint8_t* next, int64_t begin, int64_t count,
+                            cpu::Panel& panel) {
   auto* to = reinterpret_cast<__m256i*>(panel.q);
   int64_t offset = begin / 8 * static_cast<int64_t>(sizeof(BlockQ6K));
   for (int64_t g = 0; g < count; g += 8, offset += sizeof(BlockQ6K)) {
+    prefetch_next(next, 8 * offset, 8 * sizeof(BlockQ6K));
     alignas(32) int32_t scale[16][8];  // the same int16 twice in a lane
     for (int r = 0; r < 8; ++r) {
       for (int j = 0; j < 16; ++j) {
@@ -141,10 +174,13 @@ HWY_INLINE void unpack_q6_k(const uint8_t* const* w, int64_t begin, int64_t coun
     }
     for (int half = 0; half < 2; ++half) {
       __m256i low[16], high[8];
+#pragma GCC unroll 8
       for (int part = 0; part < 4; ++part) transpose_rows(w, offset + 64 * half + 16 * part, low + 4 * part);
+#pragma GCC unroll 8
       for (int part = 0; part < 2; ++part)
         transpose_rows(w, offset + 128 + 32 * half + 16 * part, high + 4 * part);
       for (int group = 0; group < 4; ++group) {
+#pragma GCC unroll 8
         for (int j = 0; j < 8; ++j, to += 2) {
           const __m256i nibbles = low[8 * (group & 1) + j];
           const __m256i pairs = _mm256_and_si256(_mm256_srli_epi16(high[j], 2 * group), _mm256_set1_epi8(3));
@@ -161,20 +197,21 @@ HWY_INLINE void unpack_q6_k(const uint8_t* const* w, int64_t begin, int64_t coun
   }
 }
 
-/// Groups [begin, begin + count) of the eight rows at `w`.
-HWY_INLINE void unpack_panel(DType dtype, const uint8_t* const* w, int64_t begin, int64_t count,
-                             cpu::Panel& panel) {
+/// Groups [begin, begin + count) of the eight rows at `w`. `next` is where the eight after them start; it is not read,
+/// only asked for.
+HWY_INLINE void unpack_panel(DType dtype, const uint8_t* const* w, const uint8_t* next, int64_t begin,
+                             int64_t count, cpu::Panel& panel) {
   switch (dtype) {
     case DType::q4_0:
-      return unpack_nibble_blocks<BlockQ4_0>(w, begin, count, panel);
+      return unpack_nibble_blocks<BlockQ4_0>(w, next, begin, count, panel);
     case DType::q4_1:
-      return unpack_nibble_blocks<BlockQ4_1>(w, begin, count, panel);
+      return unpack_nibble_blocks<BlockQ4_1>(w, next, begin, count, panel);
     case DType::q8_0:
-      return unpack_q8_0(w, begin, count, panel);
+      return unpack_q8_0(w, next, begin, count, panel);
     case DType::q4_k:
-      return unpack_q4_k(w, begin, count, panel);
+      return unpack_q4_k(w, next, begin, count, panel);
     default:
-      return unpack_q6_k(w, begin, count, panel);
+      return unpack_q6_k(w, next, begin, count, panel);
   }
 }
 
@@ -182,6 +219,12 @@ HWY_INLINE __m256i broadcast_dword(const uint8_t* p) {
   int32_t dword;
   std::memcpy(&dword, p, sizeof dword);
   return _mm256_set1_epi32(dword);
+}
+
+/// Keeps `sum` in a register at this point. Left alone, GCC turns a chain of integer adds into a tree, whose products
+/// then spill.
+HWY_INLINE void pin(__m256i& sum) {
+  asm("" : "+x"(sum));
 }
 
 /// sums[token][row] += panel · x for `count` groups, where x is kTokens quantised rows of length k and the
@@ -196,6 +239,7 @@ HWY_INLINE void multiply_int8(const cpu::Panel& panel, int64_t count, const uint
   const float* d[kTokens];
   __m256 acc[kTokens];
   const int64_t sums_after = k / 32;  // floats from a group's d to its s
+#pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
     q[t] = x[t] + begin * 32;
     d[t] = reinterpret_cast<const float*>(x[t] + k) + begin;
@@ -203,22 +247,28 @@ HWY_INLINE void multiply_int8(const cpu::Panel& panel, int64_t count, const uint
   }
   for (int64_t g = 0; g < count; ++g, w += 8) {
     __m256i products[kTokens];
+#pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
       products[t] = _mm256_maddubs_epi16(w[0], broadcast_dword(q[t] + 32 * g));
+#pragma GCC unroll 8
     for (int j = 1; j < 8; ++j) {
       const __m256i row = _mm256_load_si256(w + j);
+#pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
         products[t] =
             _mm256_add_epi16(products[t], _mm256_maddubs_epi16(row, broadcast_dword(q[t] + 32 * g + 4 * j)));
+        pin(products[t]);
       }
     }
     const __m256 scale = _mm256_load_ps(panel.d[g]), min = _mm256_load_ps(panel.m[g]);
+#pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(products[t], ones));
       acc[t] = _mm256_fmadd_ps(_mm256_mul_ps(sum, _mm256_broadcast_ss(d[t] + g)), scale, acc[t]);
       acc[t] = _mm256_fmadd_ps(min, _mm256_broadcast_ss(d[t] + sums_after + g), acc[t]);
     }
   }
+#pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) _mm256_store_ps(sums[t], acc[t]);
 }
 
@@ -230,6 +280,7 @@ HWY_INLINE void multiply_int16(const cpu::Panel& panel, int64_t count, const uin
   const uint8_t* q[kTokens];
   const float* d[kTokens];
   __m256 acc[kTokens];
+#pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
     q[t] = x[t] + begin * 64;
     d[t] = reinterpret_cast<const float*>(x[t] + 2 * k) + begin;
@@ -237,26 +288,32 @@ HWY_INLINE void multiply_int16(const cpu::Panel& panel, int64_t count, const uin
   }
   for (int64_t g = 0; g < count; ++g, w += 16) {
     __m256i products[kTokens];
+#pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) products[t] = _mm256_madd_epi16(w[0], broadcast_dword(q[t] + 64 * g));
+#pragma GCC unroll 16
     for (int j = 1; j < 16; ++j) {
       const __m256i row = _mm256_load_si256(w + j);
+#pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
         products[t] =
             _mm256_add_epi32(products[t], _mm256_madd_epi16(row, broadcast_dword(q[t] + 64 * g + 4 * j)));
+        pin(products[t]);
       }
     }
     const __m256 scale = _mm256_load_ps(panel.d[g]);
+#pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(products[t]), _mm256_broadcast_ss(d[t] + g));
       acc[t] = _mm256_fmadd_ps(scaled, scale, acc[t]);
     }
   }
+#pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) _mm256_store_ps(sums[t], acc[t]);
 }
 
 #else  // every other instruction set
 
-inline void unpack_panel(DType dtype, const uint8_t* const* w, int64_t begin, int64_t count,
+inline void unpack_panel(DType dtype, const uint8_t* const* w, const uint8_t*, int64_t begin, int64_t count,
                          cpu::Panel& panel) {
   constexpr int64_t kRows = cpu::Panel::kRows;
   const bool int8 = cpu::quantized_type_for(dtype) == cpu::QuantizedType::int8;
