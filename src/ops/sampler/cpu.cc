@@ -237,10 +237,20 @@ int32_t draw(const SampleRow& params, const Scratch& s, int64_t vocab, float max
   }
   if (params.top_p < 1) {
     const double total = sample::sum_row(s.row, sample_chunks(vocab), softmax, s.sums);
-    const double needless = (1 - params.top_p) * total / static_cast<double>(vocab);
-    const float threshold = logit_below(std::min(1.0, needless), max, params.temperature);
-    const int64_t count = sample::collect(s.row, vocab, threshold, softmax, s.candidates);
-    const Candidate last = last_within_unsorted(s.candidates, count, params.top_p * total);
+    // What weighs less than `needless` cannot be needed. Mostly the set ends far above it, so a shorter list is
+    // tried first: any list that sums to enough holds the set.
+    const double wanted = params.top_p * total;
+    const double needless = std::min(1.0, (1 - params.top_p) * total / static_cast<double>(vocab));
+    int64_t count = 0;
+    double mass = 0;
+    for (double weight : {std::max(needless, 0x1p-8), std::max(needless, 0x1p-13), needless}) {
+      if (mass >= wanted) break;
+      const float threshold = logit_below(weight, max, params.temperature);
+      count = sample::collect(s.row, vocab, threshold, softmax, s.candidates);
+      mass = 0;
+      for (int64_t i = 0; i < count; ++i) mass += s.candidates[i].weight;
+    }
+    const Candidate last = last_within_unsorted(s.candidates, count, wanted);
     return draw_down_to(s, vocab, softmax, last, params.min_p, u);
   }
   if (params.min_p > 0) {
