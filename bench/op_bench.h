@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "src/core/dispatch.h"
@@ -41,7 +42,13 @@ void measure(benchmark::State& state, const Row<Args>& row, const Case& c, const
              Cost (*cost_of)(const Args&)) {
   std::vector<std::unique_ptr<Problem>> problems;
   const auto add_problem = [&] {
-    problems.push_back(std::make_unique<Problem>(c, static_cast<uint32_t>(problems.size())));
+    const auto seed = static_cast<uint32_t>(problems.size());
+    // A workspace may grow with the stream's threads.
+    if constexpr (std::is_constructible_v<Problem, const Case&, uint32_t, const Stream&>) {
+      problems.push_back(std::make_unique<Problem>(c, seed, options.stream));
+    } else {
+      problems.push_back(std::make_unique<Problem>(c, seed));
+    }
   };
   add_problem();
   const Cost cost = cost_of(problems[0]->args);
