@@ -39,13 +39,13 @@ class AddedTokens {
     starts_[static_cast<unsigned char>(token.content[0])] = true;
   }
 
-  // Calls `on_text` for what lies between tokens (not empty) and `on_token` for tokens, in order.
+  // Calls `on_text` for what lies between tokens (not empty) and `on_token` for tokens, in order. Control tokens are
+  // looked for with `parse`, and then only where `marks` (unless empty) has no zero byte.
   template <class OnText, class OnToken>
-  Status split(std::string_view text, SpecialTokens special, OnText on_text, OnToken on_token) const {
+  Status split(std::string_view text, SpecialTokens special, std::string_view marks, OnText on_text, OnToken on_token) const {
     size_t start = 0;
     for (size_t i = 0; i < text.size();) {
-      const auto [id, length] = starts_[static_cast<unsigned char>(text[i])]
-                                    ? longest(text.substr(i), special)
+      const auto [id, length] = starts_[static_cast<unsigned char>(text[i])] ? longest(text.substr(i), special, marks.empty() ? marks : marks.substr(i))
                                     : std::pair<int32_t, size_t>(-1, 0);
       if (length == 0) {
         ++i;
@@ -65,7 +65,9 @@ class AddedTokens {
     bool control = false;
   };
 
-  std::pair<int32_t, size_t> longest(std::string_view text, SpecialTokens special) const {
+  std::pair<int32_t, size_t> longest(std::string_view text, SpecialTokens special,
+                                     std::string_view marks) const {
+    bool marked = special == SpecialTokens::parse;
     std::pair<int32_t, size_t> best(-1, 0);
     uint32_t node = 0;
     for (size_t i = 0; i < text.size(); ++i) {
@@ -75,7 +77,8 @@ class AddedTokens {
           std::lower_bound(children.begin(), children.end(), std::pair<unsigned char, uint32_t>(byte, 0));
       if (child == children.end() || child->first != byte) break;
       node = child->second;
-      const bool allowed = special == SpecialTokens::parse || !nodes_[node].control;
+      marked = marked && (marks.empty() || marks[i] != 0);
+      const bool allowed = marked || !nodes_[node].control;
       if (nodes_[node].id >= 0 && allowed) best = {nodes_[node].id, i + 1};
     }
     return best;
@@ -169,15 +172,24 @@ Result<std::unique_ptr<Tokenizer>> Tokenizer::create(const TokenizerSource& sour
 }
 
 Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, SpecialTokens special) const {
+  if (text.size() > kMaxTextBytes || is_valid_utf8(text)) return encode_with(text, special, {});
+  return encode_with(replace_invalid_utf8(text), special, {});
+}
+
+Result<std::vector<int32_t>> Tokenizer::encode_marked(std::string_view text, std::string_view marks) const {
+  if (marks.size() != text.size() || !is_valid_utf8(text)) {
+    return invalid_argument("tokenizer: marked text has {} bytes and {} marks, needs valid UTF-8 and as many marks",
+                            text.size(), marks.size());
+  }
+  return encode_with(text, SpecialTokens::parse, marks);
+}
+
+Result<std::vector<int32_t>> Tokenizer::encode_with(std::string_view text, SpecialTokens special,
+                                                    std::string_view marks) const {
   if (text.size() > kMaxTextBytes) {
     return invalid_argument("tokenizer: the text has {} bytes, needs at most {}", text.size(), kMaxTextBytes);
   }
   const TokenizerDefinition& definition = impl_->definition;
-  std::string repaired;
-  if (!is_valid_utf8(text)) {
-    repaired = replace_invalid_utf8(text);
-    text = repaired;
-  }
 
   std::vector<int32_t> ids;
   Bpe::Scratch bpe_scratch;
@@ -198,13 +210,17 @@ Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, SpecialTok
   };
   std::string composed;
   auto on_raw = [&](std::string_view piece) -> Status {
+    const size_t piece_start = piece.data() - text.data(), piece_size = piece.size();
     if (definition.nfc && !is_plainly_composed(piece)) {
       VIVACE_TRY(compose(piece, composed));
       piece = composed;
     }
-    return impl_->normalized_added.split(piece, special, on_normal, on_token);
+    // Normalisation moved the marks' bytes: here control tokens are looked for only if the whole piece is marked.
+    const std::string_view piece_marks = marks.empty() ? marks : marks.substr(piece_start, piece_size);
+    const bool as_text = piece_marks.find('\0') != std::string_view::npos;
+    return impl_->normalized_added.split(piece, as_text ? SpecialTokens::as_text : special, {}, on_normal, on_token);
   };
-  VIVACE_TRY(impl_->raw_added.split(text, special, on_raw, on_token));
+  VIVACE_TRY(impl_->raw_added.split(text, special, marks, on_raw, on_token));
   return ids;
 }
 

@@ -36,6 +36,9 @@ class Tokenizer {
   /// text. invalid_argument: `text` is longer than `kMaxTextBytes`, or the file's pattern backtracks without
   /// end on it.
   Result<std::vector<int32_t>> encode(std::string_view text, SpecialTokens special) const;
+  /// As encode(), but a control token is taken only where every byte of its text has a non-zero `marks` byte; `marks`
+  /// is as long as `text`, which must be valid UTF-8 (else invalid_argument).
+  Result<std::vector<int32_t>> encode_marked(std::string_view text, std::string_view marks) const;
   /// The bytes of one token (not necessarily valid UTF-8 by itself); empty for ids outside the vocabulary
   /// and, with `skip_special`, for control tokens.
   std::string_view bytes_of(int32_t id, bool skip_special = false) const;
@@ -53,6 +56,7 @@ class Tokenizer {
 
  private:
   Tokenizer();
+  Result<std::vector<int32_t>> encode_with(std::string_view text, SpecialTokens special, std::string_view marks) const;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
