@@ -31,7 +31,8 @@ class ChatTemplate {
   /// As render(), but what comes from `trusted` (an object that takes precedence) counts as the template's own. The
   /// origin follows each character through slices, split, replace, case and so on; what tojson or printing a list
   /// makes counts as a variable's.
-  Result<Marked> render_marked(const nlohmann::ordered_json& variables, const nlohmann::ordered_json& trusted) const;
+  Result<Marked> render_marked(const nlohmann::ordered_json& variables,
+                               const nlohmann::ordered_json& trusted) const;
 
  private:
   ChatTemplate();

@@ -10,9 +10,11 @@ namespace vivace::model::jinja {
 namespace {
 
 constexpr int64_t kMaxRange = 100'000;  // as jinja2's sandbox
-constexpr int kMaxDepth = 200;          // evaluations inside evaluations, through macros too; bounds the stack
+constexpr int kMaxDepth = 200;  // evaluations inside evaluations, through macros too; bounds the stack
 
-[[noreturn]] void too_large() { throw Error{Error::limit, "an integer needs more than 63 bits"}; }
+[[noreturn]] void too_large() {
+  throw Error{Error::limit, "an integer needs more than 63 bits"};
+}
 
 int64_t add_exactly(int64_t a, int64_t b) {
   int64_t result;
@@ -38,7 +40,8 @@ void Budget::charge(size_t amount) {
 }
 
 void Budget::check_text(size_t bytes) const {
-  if (bytes > text_bytes) throw Error{Error::limit, fmt::format("a text has {} bytes, limit is {}", bytes, text_bytes)};
+  if (bytes > text_bytes)
+    throw Error{Error::limit, fmt::format("a text has {} bytes, limit is {}", bytes, text_bytes)};
 }
 
 // Names of one scope; the outer ones are reached through `parent`.
@@ -65,7 +68,9 @@ namespace {
 
 class Renderer {
  public:
-  explicit Renderer(std::vector<std::pair<std::string, Value>> variables) { global_.names = std::move(variables); }
+  explicit Renderer(std::vector<std::pair<std::string, Value>> variables) {
+    global_.names = std::move(variables);
+  }
 
   Text run(const Block& block) {
     Text out;
@@ -98,7 +103,8 @@ class Renderer {
         if (flow != Flow::normal) return flow;
       } catch (Error& error) {
         // The innermost statement knows the line best.
-        if (!error.message.starts_with("line ")) error.message = fmt::format("line {}: {}", stmt->line, error.message);
+        if (!error.message.starts_with("line "))
+          error.message = fmt::format("line {}: {}", stmt->line, error.message);
         throw;
       }
     }
@@ -118,14 +124,19 @@ class Renderer {
         budget_.check_text(out.bytes.size() + stmt.text.size());
         out.append(stmt.text, kTemplate);
         return Flow::normal;
-      case Stmt::output: write(out, to_text(eval(*stmt.expr, scope))); return Flow::normal;
+      case Stmt::output:
+        write(out, to_text(eval(*stmt.expr, scope)));
+        return Flow::normal;
       case Stmt::if_else:
         for (const auto& [condition, body] : stmt.branches) {
           if (!condition || truthy(eval(*condition, scope))) return exec(body, scope, out);
         }
         return Flow::normal;
-      case Stmt::for_loop: return exec_for(stmt, scope, out);
-      case Stmt::set: exec_set(stmt, scope); return Flow::normal;
+      case Stmt::for_loop:
+        return exec_for(stmt, scope, out);
+      case Stmt::set:
+        exec_set(stmt, scope);
+        return Flow::normal;
       case Stmt::set_block: {
         Text text;
         Scope inner{&scope, {}};
@@ -140,8 +151,10 @@ class Renderer {
         scope.set(stmt.targets[0], Value::make_callable(std::move(callable)));
         return Flow::normal;
       }
-      case Stmt::break_loop: return Flow::break_loop;
-      case Stmt::continue_loop: return Flow::continue_loop;
+      case Stmt::break_loop:
+        return Flow::break_loop;
+      case Stmt::continue_loop:
+        return Flow::continue_loop;
     }
     return Flow::normal;
   }
@@ -189,7 +202,7 @@ class Renderer {
     }
     const int64_t count = static_cast<int64_t>(items.size());
     for (int64_t i = 0; i < count; ++i) {
-      budget_.charge(1);
+      budget_.charge(10);  // making `loop` costs about as much as ten evaluations
       Scope inner{&scope, {}};
       std::vector<std::pair<Value, Value>> loop = {
           {Value::of("index"), Value::of(i + 1)},
@@ -252,25 +265,40 @@ class Renderer {
     Level level(depth_);
     budget_.charge(1);
     switch (expr.kind) {
-      case Expr::constant: return expr.value;
-      case Expr::name: return lookup(expr.text, scope);
-      case Expr::attribute: return get_attribute(eval(*expr.args[0], scope), expr.text);
-      case Expr::subscript: return get_item(eval(*expr.args[0], scope), eval(*expr.args[1], scope));
-      case Expr::slice: return eval_slice(expr, scope);
-      case Expr::list: return Value::make_list(eval_all(expr, scope));
-      case Expr::tuple: return Value::make_list(eval_all(expr, scope), true);
-      case Expr::dict: return eval_dict(expr, scope);
-      case Expr::unary: return eval_unary(expr, scope);
-      case Expr::binary: return eval_binary(expr, scope);
-      case Expr::compare: return Value::of(eval_compare(expr, scope));
-      case Expr::concat: return eval_concat(expr, scope);
+      case Expr::constant:
+        return expr.value;
+      case Expr::name:
+        return lookup(expr.text, scope);
+      case Expr::attribute:
+        return get_attribute(eval(*expr.args[0], scope), expr.text);
+      case Expr::subscript:
+        return get_item(eval(*expr.args[0], scope), eval(*expr.args[1], scope));
+      case Expr::slice:
+        return eval_slice(expr, scope);
+      case Expr::list:
+        return Value::make_list(eval_all(expr, scope));
+      case Expr::tuple:
+        return Value::make_list(eval_all(expr, scope), true);
+      case Expr::dict:
+        return eval_dict(expr, scope);
+      case Expr::unary:
+        return eval_unary(expr, scope);
+      case Expr::binary:
+        return eval_binary(expr, scope);
+      case Expr::compare:
+        return Value::of(eval_compare(expr, scope));
+      case Expr::concat:
+        return eval_concat(expr, scope);
       case Expr::conditional:
         if (truthy(eval(*expr.args[1], scope))) return eval(*expr.args[0], scope);
         if (expr.args[2]) return eval(*expr.args[2], scope);
         return Value::make_undefined("the inline if-expression without else");
-      case Expr::filter: return eval_filter(expr, scope);
-      case Expr::test: return eval_test(expr, scope);
-      case Expr::call: return eval_call(expr, scope);
+      case Expr::filter:
+        return eval_filter(expr, scope);
+      case Expr::test:
+        return eval_test(expr, scope);
+      case Expr::call:
+        return eval_call(expr, scope);
     }
     return {};
   }
@@ -289,8 +317,10 @@ class Renderer {
     std::vector<std::pair<Value, Value>> items;
     for (size_t i = 0; i + 1 < expr.args.size(); i += 2) {
       Value key = eval(*expr.args[i], scope), value = eval(*expr.args[i + 1], scope);
-      if (key.kind == Value::list || key.kind == Value::dict) fail(fmt::format("unhashable type: '{}'", type_name(key)));
-      auto same = std::find_if(items.begin(), items.end(), [&](const auto& item) { return equal(item.first, key); });
+      if (key.kind == Value::list || key.kind == Value::dict)
+        fail(fmt::format("unhashable type: '{}'", type_name(key)));
+      auto same =
+          std::find_if(items.begin(), items.end(), [&](const auto& item) { return equal(item.first, key); });
       if (same != items.end()) {
         same->second = std::move(value);
       } else {
@@ -303,7 +333,8 @@ class Renderer {
   Value eval_unary(const Expr& expr, Scope& scope) {
     const Value value = eval(*expr.args[0], scope);
     if (expr.text == "not") return Value::of(!truthy(value));
-    if (!value.is_number()) fail(fmt::format("bad operand type for unary {}: '{}'", expr.text, type_name(value)));
+    if (!value.is_number())
+      fail(fmt::format("bad operand type for unary {}: '{}'", expr.text, type_name(value)));
     if (expr.text == "+") return value.kind == Value::boolean ? Value::of(value.i) : value;
     if (value.kind == Value::real) return Value::of(-value.d);
     return Value::of(subtract_exactly(0, value.i));
@@ -326,7 +357,8 @@ class Renderer {
       } else if (op == "in" || op == "not in") {
         if (right.kind == Value::text || right.kind == Value::list) budget_.charge(length_cost(right));
         holds = contains(right, left) == (op == "in");
-      } else if (left.is_number() && right.is_number() && (std::isnan(left.number()) || std::isnan(right.number()))) {
+      } else if (left.is_number() && right.is_number() &&
+                 (std::isnan(left.number()) || std::isnan(right.number()))) {
         holds = false;
       } else {
         const int order = compare(left, right);
@@ -356,9 +388,10 @@ class Renderer {
     if (unit.kind == Value::text) {
       const Text& text = unit.as_text();
       if (text.bytes.empty()) times = 0;
-      if (times > 0) budget_.check_text(static_cast<size_t>(times) > budget_.text_bytes / text.bytes.size()
-                                            ? budget_.text_bytes + 1
-                                            : text.bytes.size() * times);
+      if (times > 0)
+        budget_.check_text(static_cast<size_t>(times) > budget_.text_bytes / text.bytes.size()
+                               ? budget_.text_bytes + 1
+                               : text.bytes.size() * times);
       Text out;
       budget_.charge(text.bytes.size() * times / 16 + times);
       for (int64_t i = 0; i < times; ++i) out.append(text);
@@ -378,8 +411,9 @@ class Renderer {
   Value arithmetic(const std::string& op, const Value& left, const Value& right) {
     for (const Value* side : {&left, &right}) {
       if (side->kind == Value::undefined) {
-        fail(fmt::format("{} is undefined", side->object ? "'" + *static_cast<std::string*>(side->object.get()) + "'"
-                                                         : std::string("a value")));
+        fail(fmt::format("{} is undefined", side->object
+                                                ? "'" + *static_cast<std::string*>(side->object.get()) + "'"
+                                                : std::string("a value")));
       }
     }
     if (left.is_number() && right.is_number()) return number_arithmetic(op, left, right);
@@ -402,8 +436,10 @@ class Renderer {
     if (op == "*" && left.is_whole() && (right.kind == Value::text || right.kind == Value::list)) {
       return repeat(right, left.i);
     }
-    if (op == "%" && left.kind == Value::text) throw Error{Error::unsupported, "'%' on a text is outside the subset"};
-    fail(fmt::format("unsupported operand type(s) for {}: '{}' and '{}'", op, type_name(left), type_name(right)));
+    if (op == "%" && left.kind == Value::text)
+      throw Error{Error::unsupported, "'%' on a text is outside the subset"};
+    fail(fmt::format("unsupported operand type(s) for {}: '{}' and '{}'", op, type_name(left),
+                     type_name(right)));
   }
 
   static Value number_arithmetic(const std::string& op, const Value& left, const Value& right) {
@@ -438,7 +474,8 @@ class Renderer {
     if (op == "/") return Value::of(a / b);
     if (op == "**") {
       if (a == 0 && b < 0) fail("0.0 cannot be raised to a negative power");
-      if (a < 0 && b != std::floor(b)) throw Error{Error::unsupported, "a complex number is outside the subset"};
+      if (a < 0 && b != std::floor(b))
+        throw Error{Error::unsupported, "a complex number is outside the subset"};
       return Value::of(std::pow(a, b));
     }
     double rest = std::fmod(a, b);
@@ -472,7 +509,8 @@ class Renderer {
       if (value.kind == Value::none) return otherwise;
       return std::clamp(value.i < 0 ? value.i + length : value.i, low, high);
     };
-    const int64_t start = bound(bounds[0], step > 0 ? low : high), stop = bound(bounds[1], step > 0 ? high : low);
+    const int64_t start = bound(bounds[0], step > 0 ? low : high),
+                  stop = bound(bounds[1], step > 0 ? high : low);
     std::vector<int64_t> picked;
     // A step beyond the length picks one element; clamped, it cannot overflow.
     const int64_t stride = std::clamp(step, -length - 1, length + 1);
@@ -493,7 +531,8 @@ class Renderer {
     const Value callee = eval(*expr.args[0], scope);
     const Arguments arguments = arguments_of(expr, scope);
     if (callee.kind == Value::undefined) {
-      fail(fmt::format("'{}' is undefined", callee.object ? *static_cast<std::string*>(callee.object.get()) : ""));
+      fail(fmt::format("'{}' is undefined",
+                       callee.object ? *static_cast<std::string*>(callee.object.get()) : ""));
     }
     if (callee.kind != Value::callable) fail(fmt::format("'{}' object is not callable", type_name(callee)));
     const Callable& callable = callee.as_callable();
@@ -511,7 +550,8 @@ class Renderer {
         items = arguments.positional[0].as_dict().items;
       }
       for (const auto& [key, value] : arguments.named) {
-        auto same = std::find_if(items.begin(), items.end(), [&, k = Value::of(key)](auto& i) { return equal(i.first, k); });
+        auto same = std::find_if(items.begin(), items.end(),
+                                 [&, k = Value::of(key)](auto& i) { return equal(i.first, k); });
         if (same != items.end()) {
           same->second = value;
         } else {
@@ -521,14 +561,16 @@ class Renderer {
       if (name == "dict") return Value::make_dict(std::move(items));
       for (const auto& [key, value] : items) {
         if (key.kind != Value::text) fail("namespace() needs names");
-        if (!value.shareable()) throw Error{Error::unsupported, "a namespace inside a namespace is outside the subset"};
+        if (!value.shareable())
+          throw Error{Error::unsupported, "a namespace inside a namespace is outside the subset"};
       }
       return loop_value(std::move(items));
     }
     if (name == "raise_exception") {
       arguments.allow(name, 1);
       const Value* message = arguments.get(0, "message");
-      throw Error{Error::runtime, message ? to_text(*message).bytes : std::string("raise_exception() without a message")};
+      throw Error{Error::runtime,
+                  message ? to_text(*message).bytes : std::string("raise_exception() without a message")};
     }
     if (name == "strftime_now") {
       arguments.allow(name, 1);
@@ -548,7 +590,8 @@ class Renderer {
     if (values[2] == 0) fail("range() arg 3 must not be zero");
     std::vector<Value> items;
     for (__int128 i = values[0]; values[2] > 0 ? i < values[1] : i > values[1]; i += values[2]) {
-      if (items.size() == kMaxRange) throw Error{Error::limit, fmt::format("range() has more than {} elements", kMaxRange)};
+      if (items.size() == kMaxRange)
+        throw Error{Error::limit, fmt::format("range() has more than {} elements", kMaxRange)};
       budget_.charge(1);
       items.push_back(Value::of(static_cast<int64_t>(i)));
     }
@@ -576,7 +619,8 @@ class Renderer {
     size_t used = 0;
     for (size_t i = 0; i < macro.parameters.size(); ++i) {
       const std::string& name = macro.parameters[i];
-      const auto named = std::find_if(arguments.named.begin(), arguments.named.end(), [&](auto& a) { return a.first == name; });
+      const auto named = std::find_if(arguments.named.begin(), arguments.named.end(),
+                                      [&](auto& a) { return a.first == name; });
       if (i < arguments.positional.size()) {
         scope.set(name, arguments.positional[i]);
       } else if (named != arguments.named.end()) {
@@ -588,7 +632,8 @@ class Renderer {
         scope.set(name, Value::make_undefined(name));
       }
     }
-    if (used != arguments.named.size()) fail(fmt::format("macro '{}' got a keyword argument it does not take", macro.name));
+    if (used != arguments.named.size())
+      fail(fmt::format("macro '{}' got a keyword argument it does not take", macro.name));
     Text out;
     exec(macro.body, scope, out);
     return Value::of(std::move(out));

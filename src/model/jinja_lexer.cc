@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cctype>
+#include <charconv>
 
 #include "src/model/utf8.h"
 
@@ -75,7 +75,8 @@ class Lexer {
 
   size_t find_tag() const {
     for (size_t i = source_.find('{', at_); i != std::string::npos; i = source_.find('{', i + 1)) {
-      if (i + 1 < source_.size() && (source_[i + 1] == '%' || source_[i + 1] == '{' || source_[i + 1] == '#')) return i;
+      if (i + 1 < source_.size() && (source_[i + 1] == '%' || source_[i + 1] == '{' || source_[i + 1] == '#'))
+        return i;
     }
     return std::string::npos;
   }
@@ -189,7 +190,8 @@ class Lexer {
         read_number();
       } else if (std::isalpha(static_cast<unsigned char>(c)) || c == '_') {
         size_t end = at_;
-        while (end < source_.size() && (std::isalnum(static_cast<unsigned char>(source_[end])) || source_[end] == '_')) {
+        while (end < source_.size() &&
+               (std::isalnum(static_cast<unsigned char>(source_[end])) || source_[end] == '_')) {
           ++end;
         }
         add(Token::name, source_.substr(at_, end - at_));
@@ -225,14 +227,16 @@ class Lexer {
     };
     digits();
     bool real = false;
-    if (end + 1 < source_.size() && source_[end] == '.' && std::isdigit(static_cast<unsigned char>(source_[end + 1]))) {
+    if (end + 1 < source_.size() && source_[end] == '.' &&
+        std::isdigit(static_cast<unsigned char>(source_[end + 1]))) {
       real = true;
       ++end;
       digits();
     }
     if (end < source_.size() && (source_[end] == 'e' || source_[end] == 'E')) {
       const size_t sign = end + 1 < source_.size() && (source_[end + 1] == '+' || source_[end + 1] == '-');
-      if (end + 1 + sign < source_.size() && std::isdigit(static_cast<unsigned char>(source_[end + 1 + sign]))) {
+      if (end + 1 + sign < source_.size() &&
+          std::isdigit(static_cast<unsigned char>(source_[end + 1 + sign]))) {
         real = true;
         end += 1 + sign;
         digits();
@@ -240,12 +244,15 @@ class Lexer {
     }
     const std::string text = source_.substr(at_, end - at_);
     const char* last = text.data() + text.size();
-    if (end < source_.size() && (std::isalnum(static_cast<unsigned char>(source_[end])) || source_[end] == '_')) {
-      throw Error{Error::unsupported, fmt::format("line {}: number '{}{}' is outside the subset", line_, text, source_[end])};
+    if (end < source_.size() &&
+        (std::isalnum(static_cast<unsigned char>(source_[end])) || source_[end] == '_')) {
+      throw Error{Error::unsupported,
+                  fmt::format("line {}: number '{}{}' is outside the subset", line_, text, source_[end])};
     }
     if (real) {
       double value = 0;
-      if (std::from_chars(text.data(), last, value).ec != std::errc()) syntax(fmt::format("number {} is out of range", text));
+      if (std::from_chars(text.data(), last, value).ec != std::errc())
+        syntax(fmt::format("number {} is out of range", text));
       add(Token::real, text, Value::of(value));
     } else {
       int64_t value = 0;
@@ -253,7 +260,8 @@ class Lexer {
         syntax(fmt::format("number {} starts with 0", text));
       }
       if (std::from_chars(text.data(), last, value).ec != std::errc()) {
-        throw Error{Error::unsupported, fmt::format("line {}: integer {} has more than 63 bits", line_, text)};
+        throw Error{Error::unsupported,
+                    fmt::format("line {}: integer {} has more than 63 bits", line_, text)};
       }
       add(Token::integer, text, Value::of(value));
     }
@@ -285,26 +293,53 @@ class Lexer {
         i += count;
       };
       switch (c) {
-        case 'n': out += '\n'; break;
-        case 't': out += '\t'; break;
-        case 'r': out += '\r'; break;
-        case 'a': out += '\a'; break;
-        case 'b': out += '\b'; break;
-        case 'f': out += '\f'; break;
-        case 'v': out += '\v'; break;
+        case 'n':
+          out += '\n';
+          break;
+        case 't':
+          out += '\t';
+          break;
+        case 'r':
+          out += '\r';
+          break;
+        case 'a':
+          out += '\a';
+          break;
+        case 'b':
+          out += '\b';
+          break;
+        case 'f':
+          out += '\f';
+          break;
+        case 'v':
+          out += '\v';
+          break;
         case '\\':
         case '\'':
-        case '"': out += c; break;
-        case '\n': break;
-        case 'x': hex(2); break;
-        case 'u': hex(4); break;
-        case 'U': hex(8); break;
-        case 'N': throw Error{Error::unsupported, fmt::format("line {}: \\N in a string is outside the subset", line_)};
+        case '"':
+          out += c;
+          break;
+        case '\n':
+          break;
+        case 'x':
+          hex(2);
+          break;
+        case 'u':
+          hex(4);
+          break;
+        case 'U':
+          hex(8);
+          break;
+        case 'N':
+          throw Error{Error::unsupported,
+                      fmt::format("line {}: \\N in a string is outside the subset", line_)};
         default:
           if (c >= '0' && c <= '7') {
             uint32_t value = 0;
             size_t count = 0;
-            for (; count < 3 && i + count < source_.size() && source_[i + count] >= '0' && source_[i + count] <= '7'; ++count) {
+            for (; count < 3 && i + count < source_.size() && source_[i + count] >= '0' &&
+                   source_[i + count] <= '7';
+                 ++count) {
               value = value * 8 + static_cast<uint32_t>(source_[i + count] - '0');
             }
             append_utf8(out, value);
@@ -332,6 +367,8 @@ class Lexer {
 
 }  // namespace
 
-std::vector<Token> tokenize(std::string_view source) { return Lexer(source).run(); }
+std::vector<Token> tokenize(std::string_view source) {
+  return Lexer(source).run();
+}
 
 }  // namespace vivace::model::jinja

@@ -9,7 +9,19 @@
 namespace vivace::model::jinja {
 
 struct Token {
-  enum Kind { data, block_begin, block_end, variable_begin, variable_end, name, text, integer, real, op, end };
+  enum Kind {
+    data,
+    block_begin,
+    block_end,
+    variable_begin,
+    variable_end,
+    name,
+    text,
+    integer,
+    real,
+    op,
+    end
+  };
   Kind kind;
   std::string value;  // a name, an operator, the characters of data or of a string literal
   int line;

@@ -20,10 +20,13 @@ const Value* Arguments::get(size_t index, std::string_view name) const {
   return nullptr;
 }
 
-void Arguments::allow(std::string_view callee, size_t count, std::initializer_list<std::string_view> names) const {
-  if (positional.size() > count) fail(fmt::format("{} takes at most {} argument(s), got {}", callee, count, positional.size()));
+void Arguments::allow(std::string_view callee, size_t count,
+                      std::initializer_list<std::string_view> names) const {
+  if (positional.size() > count)
+    fail(fmt::format("{} takes at most {} argument(s), got {}", callee, count, positional.size()));
   for (const auto& [name, value] : named) {
-    const bool known = std::any_of(names.begin(), names.end(), [&, n = std::string_view(name)](auto k) { return k == n || k == "*"; });
+    const bool known = std::any_of(names.begin(), names.end(),
+                                   [&, n = std::string_view(name)](auto k) { return k == n || k == "*"; });
     if (!known) fail(fmt::format("{} has no argument '{}'", callee, name));
   }
 }
@@ -31,21 +34,24 @@ void Arguments::allow(std::string_view callee, size_t count, std::initializer_li
 namespace {
 
 constexpr std::string_view kFilters[] = {
-    "trim",   "tojson", "length",     "count",      "join",  "default",  "d",       "list",   "string",
-    "int",    "float",  "upper",      "lower",      "title", "capitalize", "replace", "first", "last",
-    "map",    "select", "reject",     "selectattr", "rejectattr", "items", "dictsort", "reverse", "sort",
-    "unique", "indent", "abs",        "round",      "sum",   "safe"};
+    "trim",   "tojson", "length", "count",      "join",       "default",    "d",        "list",    "string",
+    "int",    "float",  "upper",  "lower",      "title",      "capitalize", "replace",  "first",   "last",
+    "map",    "select", "reject", "selectattr", "rejectattr", "items",      "dictsort", "reverse", "sort",
+    "unique", "indent", "abs",    "round",      "sum",        "safe"};
 constexpr std::string_view kTests[] = {
-    "defined", "undefined", "none",   "string", "mapping", "sequence",    "iterable", "number", "integer",
-    "float",   "boolean",   "true",   "false",  "odd",     "even",        "divisibleby", "in", "callable",
-    "eq",      "equalto",   "==",     "ne",     "!=",      "lt",          "lessthan", "<",     "le",
-    "gt",      "greaterthan", ">",    "ge",     "upper",   "lower",       "sameas"};
-constexpr std::string_view kMethods[] = {
-    "startswith", "endswith", "strip", "lstrip", "rstrip", "split", "replace", "upper", "lower", "title", "capitalize", "join",
-    "items", "keys", "values", "get", "count", "index", "find", "isdigit", "splitlines", "rsplit", "removeprefix", "removesuffix"};
-constexpr std::string_view kTextMethods[] = {
-    "startswith", "endswith", "strip", "lstrip", "rstrip", "split", "replace", "upper", "lower",
-    "title", "capitalize", "join", "count", "find", "isdigit", "splitlines", "rsplit", "removeprefix"};
+    "defined", "undefined",   "none", "string", "mapping", "sequence", "iterable",    "number", "integer",
+    "float",   "boolean",     "true", "false",  "odd",     "even",     "divisibleby", "in",     "callable",
+    "eq",      "equalto",     "==",   "ne",     "!=",      "lt",       "lessthan",    "<",      "le",
+    "gt",      "greaterthan", ">",    "ge",     "upper",   "lower",    "sameas"};
+constexpr std::string_view kMethods[] = {"startswith", "endswith", "strip",        "lstrip",      "rstrip",
+                                         "split",      "replace",  "upper",        "lower",       "title",
+                                         "capitalize", "join",     "items",        "keys",        "values",
+                                         "get",        "count",    "index",        "find",        "isdigit",
+                                         "splitlines", "rsplit",   "removeprefix", "removesuffix"};
+constexpr std::string_view kTextMethods[] = {"startswith", "endswith", "strip",       "lstrip", "rstrip",
+                                             "split",      "replace",  "upper",       "lower",  "title",
+                                             "capitalize", "join",     "count",       "find",   "isdigit",
+                                             "splitlines", "rsplit",   "removeprefix"};
 constexpr std::string_view kDictMethods[] = {"items", "keys", "values", "get"};
 constexpr std::string_view kListMethods[] = {"count", "index"};
 
@@ -81,7 +87,9 @@ Text strip(const Text& text, const Value* characters, bool left, bool right) {
   std::vector<uint32_t> set;
   const bool any_space = characters == nullptr || characters->kind == Value::none;
   if (!any_space) set = code_points(text_of(*characters, "strip()").bytes);
-  auto strips = [&](uint32_t c) { return any_space ? is_space(c) : std::find(set.begin(), set.end(), c) != set.end(); };
+  auto strips = [&](uint32_t c) {
+    return any_space ? is_space(c) : std::find(set.begin(), set.end(), c) != set.end();
+  };
   const std::vector<size_t> at = character_offsets(text.bytes);
   size_t begin = 0, end = at.size() - 1;
   while (left && begin < end && strips(utf8_step(text.bytes, at[begin]).value)) ++begin;
@@ -89,7 +97,8 @@ Text strip(const Text& text, const Value* characters, bool left, bool right) {
   return text.slice(at[begin], at[end]);
 }
 
-// upper, lower, title, capitalize, character by character. A sharp s has two capitals, as in Python.
+// The methods upper, lower, title, capitalize, and "title filter", whose words begin at the start and after a space, a
+// hyphen or an opening bracket. Character by character; a sharp s has two capitals, as in Python.
 Text change_case(const Text& text, std::string_view how) {
   Text out;
   bool in_word = false, first = true;
@@ -97,7 +106,8 @@ Text change_case(const Text& text, std::string_view how) {
     const Utf8Step step = utf8_step(text.bytes, i);
     const auto c = static_cast<utf8proc_int32_t>(step.value);
     const bool cased = utf8proc_toupper(c) != c || utf8proc_tolower(c) != c || c == 0xDF;
-    const bool to_upper = how == "upper" || (how == "title" && !in_word) || (how == "capitalize" && first);
+    const bool to_upper = how == "upper" || (how == "title" && !in_word) || (how == "capitalize" && first) ||
+                          (how == "title filter" && !in_word);
     std::string mapped;
     if (c == 0xDF && to_upper) {
       mapped = how == "upper" ? "SS" : "Ss";
@@ -107,7 +117,8 @@ Text change_case(const Text& text, std::string_view how) {
       append_utf8(mapped, static_cast<uint32_t>(to_upper ? utf8proc_totitle(c) : utf8proc_tolower(c)));
     }
     out.append(mapped, text.marks[i]);
-    in_word = cased;
+    in_word =
+        how == "title filter" ? !is_space(step.value) && mapped.find_first_of("-({[<") == mapped.npos : cased;
     first = false;
     i += step.length;
   }
@@ -148,7 +159,8 @@ Value split(const Text& text, const Value* separator, int64_t limit, bool from_r
     parts.push_back(Value::of(text.slice(begin, end)));
   };
   if (separator == nullptr || separator->kind == Value::none) {
-    if (from_right && limit >= 0) throw Error{Error::unsupported, "rsplit() at whitespace with a limit is outside the subset"};
+    if (from_right && limit >= 0)
+      throw Error{Error::unsupported, "rsplit() at whitespace with a limit is outside the subset"};
     size_t i = 0;
     while (true) {
       auto space_at = [&](size_t at) { return is_space(utf8_step(text.bytes, at).value); };
@@ -196,7 +208,8 @@ Value split_lines(const Text& text, Budget& budget) {
   for (size_t i = 0; i < text.bytes.size();) {
     const Utf8Step step = utf8_step(text.bytes, i);
     const uint32_t c = step.value;
-    const bool ends = (c >= 0x0A && c <= 0x0D) || (c >= 0x1C && c <= 0x1E) || c == 0x85 || c == 0x2028 || c == 0x2029;
+    const bool ends =
+        (c >= 0x0A && c <= 0x0D) || (c >= 0x1C && c <= 0x1E) || c == 0x85 || c == 0x2028 || c == 0x2029;
     size_t next = i + step.length;
     if (ends) {
       budget.charge(1 + (i - begin) / 16);
@@ -233,7 +246,8 @@ Value attribute_path(const Value& item, const Value& path) {
     const size_t dot = rest.find('.');
     const std::string_view part = rest.substr(0, dot);
     int64_t index = 0;
-    const bool number = !part.empty() && std::from_chars(part.data(), part.data() + part.size(), index).ptr == part.data() + part.size();
+    const bool number = !part.empty() && std::from_chars(part.data(), part.data() + part.size(), index).ptr ==
+                                             part.data() + part.size();
     at = get_item(at, number && part[0] != '-' ? Value::of(index) : Value::of(part));
     if (dot == rest.npos) return at;
     rest.remove_prefix(dot + 1);
@@ -242,7 +256,8 @@ Value attribute_path(const Value& item, const Value& path) {
 
 Arguments without(const Arguments& arguments, size_t count) {
   Arguments rest = arguments;
-  rest.positional.erase(rest.positional.begin(), rest.positional.begin() + std::min(count, rest.positional.size()));
+  rest.positional.erase(rest.positional.begin(),
+                        rest.positional.begin() + std::min(count, rest.positional.size()));
   return rest;
 }
 
@@ -256,7 +271,8 @@ Value filter_items(const std::string& name, const Value& value, const Arguments&
   const bool keep = name == "select" || name == "selectattr";
   if (by_attribute && arguments.positional.empty()) fail(fmt::format("{} needs an attribute", name));
   const std::string test = name_argument(arguments, by_attribute, name);
-  if (!test.empty() && !is_test(test)) throw Error{Error::unsupported, fmt::format("test '{}' is outside the subset", test)};
+  if (!test.empty() && !is_test(test))
+    throw Error{Error::unsupported, fmt::format("test '{}' is outside the subset", test)};
   const Arguments rest = without(arguments, by_attribute ? 2 : 1);
   std::vector<Value> kept;
   for (const Value& item : iterate(value, budget)) {
@@ -288,7 +304,8 @@ Value map_items(const Value& value, const Arguments& arguments, Budget& budget) 
 
 // What sort, unique and dictsort compare: without case unless asked.
 Value sort_key(const Value& value, bool case_sensitive) {
-  return value.kind == Value::text && !case_sensitive ? Value::of(change_case(value.as_text(), "lower")) : value;
+  return value.kind == Value::text && !case_sensitive ? Value::of(change_case(value.as_text(), "lower"))
+                                                      : value;
 }
 
 bool flag_argument(const Arguments& arguments, size_t index, std::string_view name) {
@@ -308,7 +325,9 @@ Value sort_items(const Value& value, const Arguments& arguments, Budget& budget)
   const Value* attribute = arguments.get(2, "attribute");
   std::vector<std::pair<Value, Value>> keyed;
   for (const Value& item : iterate(value, budget)) {
-    keyed.emplace_back(sort_key(attribute ? attribute_path(item, *attribute) : item, flag_argument(arguments, 1, "case_sensitive")), item);
+    keyed.emplace_back(sort_key(attribute ? attribute_path(item, *attribute) : item,
+                                flag_argument(arguments, 1, "case_sensitive")),
+                       item);
   }
   sort_values(keyed, flag_argument(arguments, 0, "reverse"), budget);
   std::vector<Value> sorted;
@@ -324,7 +343,8 @@ Value sort_dict(const Value& value, const Arguments& arguments, Budget& budget) 
   if (name != "key" && name != "value") fail("You can only sort by either \"key\" or \"value\"");
   std::vector<std::pair<Value, Value>> keyed;
   for (const auto& [key, item] : value.as_dict().items) {
-    keyed.emplace_back(sort_key(name == "key" ? key : item, flag_argument(arguments, 0, "case_sensitive")), Value::make_list({key, item}, true));
+    keyed.emplace_back(sort_key(name == "key" ? key : item, flag_argument(arguments, 0, "case_sensitive")),
+                       Value::make_list({key, item}, true));
   }
   sort_values(keyed, flag_argument(arguments, 2, "reverse"), budget);
   std::vector<Value> sorted;
@@ -337,7 +357,8 @@ Value unique_items(const Value& value, const Arguments& arguments, Budget& budge
   const Value* attribute = arguments.get(1, "attribute");
   std::vector<Value> keys, kept;
   for (const Value& item : iterate(value, budget)) {
-    Value key = sort_key(attribute ? attribute_path(item, *attribute) : item, flag_argument(arguments, 0, "case_sensitive"));
+    Value key = sort_key(attribute ? attribute_path(item, *attribute) : item,
+                         flag_argument(arguments, 0, "case_sensitive"));
     budget.charge(1 + keys.size());
     if (std::any_of(keys.begin(), keys.end(), [&](const Value& seen) { return equal(seen, key); })) continue;
     keys.push_back(std::move(key));
@@ -358,11 +379,13 @@ Value items_of(const Value& value) {
 
 Value to_int(const Value& value, const Arguments& arguments) {
   arguments.allow("int", 2, {"default", "base"});
-  if (arguments.get(1, "base")) throw Error{Error::unsupported, "filter 'int' with a base is outside the subset"};
+  if (arguments.get(1, "base"))
+    throw Error{Error::unsupported, "filter 'int' with a base is outside the subset"};
   const Value* given = arguments.get(0, "default");
   const Value otherwise = given ? *given : Value::of(int64_t{0});
   auto from_real = [&](double real) {
-    return std::isfinite(real) && std::fabs(real) < 9.2e18 ? Value::of(static_cast<int64_t>(real)) : otherwise;
+    return std::isfinite(real) && std::fabs(real) < 9.2e18 ? Value::of(static_cast<int64_t>(real))
+                                                           : otherwise;
   };
   if (value.is_whole()) return Value::of(value.i);
   if (value.kind == Value::real) return from_real(value.d);
@@ -397,10 +420,12 @@ Value round_number(const Value& value, const Arguments& arguments) {
   const std::string how = method ? text_of(*method, "round").bytes : "common";
   if (!value.is_number()) fail(fmt::format("type {} doesn't define __round__ method", type_name(value)));
   if (how != "common" && how != "ceil" && how != "floor") fail("method must be common, ceil or floor");
-  if (digits < 0 || digits > 15) throw Error{Error::unsupported, "filter 'round' with such a precision is outside the subset"};
+  if (digits < 0 || digits > 15)
+    throw Error{Error::unsupported, "filter 'round' with such a precision is outside the subset"};
   if (how != "common") {
     const double scale = std::pow(10.0, static_cast<double>(digits));
-    return Value::of((how == "ceil" ? std::ceil(value.number() * scale) : std::floor(value.number() * scale)) / scale);
+    return Value::of(
+        (how == "ceil" ? std::ceil(value.number() * scale) : std::floor(value.number() * scale)) / scale);
   }
   if (value.is_whole()) return Value::of(value.i);
   if (!std::isfinite(value.d)) return value;
@@ -448,10 +473,12 @@ Value json_filter(const Value& value, const Arguments& arguments, Budget& budget
   arguments.allow("tojson", 1, {"indent", "ensure_ascii", "separators", "sort_keys"});
   for (const char* name : {"ensure_ascii", "separators", "sort_keys"}) {
     const Value* given = arguments.get(99, name);
-    if (given && truthy(*given)) throw Error{Error::unsupported, fmt::format("filter 'tojson' with {} is outside the subset", name)};
+    if (given && truthy(*given))
+      throw Error{Error::unsupported, fmt::format("filter 'tojson' with {} is outside the subset", name)};
   }
   // transformers' tojson takes ensure_ascii first; only keywords are unambiguous.
-  if (!arguments.positional.empty()) throw Error{Error::unsupported, "filter 'tojson' with a positional argument is outside the subset"};
+  if (!arguments.positional.empty())
+    throw Error{Error::unsupported, "filter 'tojson' with a positional argument is outside the subset"};
   const Value* indent = arguments.get(99, "indent");
   int64_t width = -1;
   if (indent && indent->kind != Value::none) width = std::max<int64_t>(whole_of(*indent, "tojson"), 0);
@@ -470,8 +497,10 @@ Value sum_items(const Value& value, const Arguments& arguments, Budget& budget) 
   bool is_real = false;
   for (const Value& item : iterate(value, budget)) {
     const Value number = attribute ? attribute_path(item, *attribute) : item;
-    if (!number.is_number()) fail(fmt::format("unsupported operand type(s) for +: 'int' and '{}'", type_name(number)));
-    if (number.is_whole() && __builtin_add_overflow(whole, number.i, &whole)) throw Error{Error::limit, "an integer needs more than 63 bits"};
+    if (!number.is_number())
+      fail(fmt::format("unsupported operand type(s) for +: 'int' and '{}'", type_name(number)));
+    if (number.is_whole() && __builtin_add_overflow(whole, number.i, &whole))
+      throw Error{Error::limit, "an integer needs more than 63 bits"};
     if (number.kind == Value::real) {
       real += number.d;
       is_real = true;
@@ -490,9 +519,15 @@ Value make_method(const Value& self, std::string_view name) {
 
 }  // namespace
 
-bool is_filter(std::string_view name) { return has(kFilters, name); }
-bool is_test(std::string_view name) { return has(kTests, name); }
-bool is_method(std::string_view name) { return has(kMethods, name); }
+bool is_filter(std::string_view name) {
+  return has(kFilters, name);
+}
+bool is_test(std::string_view name) {
+  return has(kTests, name);
+}
+bool is_method(std::string_view name) {
+  return has(kMethods, name);
+}
 
 Value apply_filter(const std::string& name, const Value& value, const Arguments& arguments, Budget& budget) {
   budget.charge(1 + (value.kind == Value::text ? value.as_text().bytes.size() / 16 : 0));
@@ -521,9 +556,11 @@ Value apply_filter(const std::string& name, const Value& value, const Arguments&
   if (name == "round") return round_number(value, arguments);
   if (name == "replace") {
     arguments.allow(name, 3, {"old", "new", "count"});
-    const Value *from = arguments.get(0, "old"), *to = arguments.get(1, "new"), *count = arguments.get(2, "count");
+    const Value *from = arguments.get(0, "old"), *to = arguments.get(1, "new"),
+                *count = arguments.get(2, "count");
     if (!from || !to) fail("replace needs two texts");
-    return Value::of(replace(to_text(value), to_text(*from), to_text(*to), count && count->kind != Value::none ? whole_of(*count, "replace") : -1, budget));
+    return Value::of(replace(to_text(value), to_text(*from), to_text(*to),
+                             count && count->kind != Value::none ? whole_of(*count, "replace") : -1, budget));
   }
   if (name == "map") return map_items(value, arguments, budget);
   if (name == "select" || name == "reject" || name == "selectattr" || name == "rejectattr") {
@@ -540,7 +577,7 @@ Value apply_filter(const std::string& name, const Value& value, const Arguments&
   if (name == "list") return Value::make_list(iterate(value, budget));
   if (name == "string") return Value::of(to_text(value));
   if (name == "upper" || name == "lower" || name == "title" || name == "capitalize") {
-    return Value::of(change_case(to_text(value), name));
+    return Value::of(change_case(to_text(value), name == "title" ? "title filter" : name));
   }
   if (name == "items") return items_of(value);
   if (name == "abs") {
@@ -549,7 +586,8 @@ Value apply_filter(const std::string& name, const Value& value, const Arguments&
     if (value.i == INT64_MIN) throw Error{Error::limit, "an integer needs more than 63 bits"};
     return Value::of(value.i < 0 ? -value.i : value.i);
   }
-  if (name == "safe") throw Error{Error::unsupported, "filter 'safe' inside an expression is outside the subset"};
+  if (name == "safe")
+    throw Error{Error::unsupported, "filter 'safe' inside an expression is outside the subset"};
   if (name == "reverse" && value.kind == Value::text) {
     const std::vector<size_t> at = character_offsets(value.as_text().bytes);
     Text out;
@@ -614,7 +652,8 @@ bool apply_test(const std::string& name, const Value& value, const Arguments& ar
 Value get_attribute(const Value& target, std::string_view name) {
   switch (target.kind) {
     case Value::undefined:
-      fail(fmt::format("'{}' is undefined", target.object ? *static_cast<std::string*>(target.object.get()) : ""));
+      fail(fmt::format("'{}' is undefined",
+                       target.object ? *static_cast<std::string*>(target.object.get()) : ""));
     case Value::dict: {
       if (has(kDictMethods, name)) return make_method(target, name);
       const Value* found = target.as_dict().find(name);
@@ -632,7 +671,8 @@ Value get_attribute(const Value& target, std::string_view name) {
     case Value::list:
       if (has(kListMethods, name)) return make_method(target, name);
       break;
-    default: break;
+    default:
+      break;
   }
   return Value::make_undefined(std::string(name));
 }
@@ -640,7 +680,8 @@ Value get_attribute(const Value& target, std::string_view name) {
 Value get_item(const Value& target, const Value& key) {
   switch (target.kind) {
     case Value::undefined:
-      fail(fmt::format("'{}' is undefined", target.object ? *static_cast<std::string*>(target.object.get()) : ""));
+      fail(fmt::format("'{}' is undefined",
+                       target.object ? *static_cast<std::string*>(target.object.get()) : ""));
     case Value::dict:
       if (const Value* found = target.as_dict().find(key)) return *found;
       break;
@@ -649,13 +690,15 @@ Value get_item(const Value& target, const Value& key) {
       if (!key.is_whole()) break;
       const bool text = target.kind == Value::text;
       const std::vector<size_t> at = text ? character_offsets(target.as_text().bytes) : std::vector<size_t>();
-      const int64_t length = text ? static_cast<int64_t>(at.size()) - 1 : static_cast<int64_t>(target.as_list().items.size());
+      const int64_t length =
+          text ? static_cast<int64_t>(at.size()) - 1 : static_cast<int64_t>(target.as_list().items.size());
       const int64_t index = key.i < 0 ? key.i + length : key.i;
       if (index < 0 || index >= length) return Value::make_undefined("item " + std::to_string(key.i));
       if (!text) return target.as_list().items[index];
       return Value::of(target.as_text().slice(at[index], at[index + 1]));
     }
-    default: break;
+    default:
+      break;
   }
   if (key.kind == Value::text) return get_attribute(target, key.as_text().bytes);
   return Value::make_undefined("an item");
@@ -664,8 +707,11 @@ Value get_item(const Value& target, const Value& key) {
 std::vector<Value> iterate(const Value& value, Budget& budget) {
   std::vector<Value> items;
   switch (value.kind) {
-    case Value::undefined: return items;
-    case Value::list: budget.charge(value.as_list().items.size()); return value.as_list().items;
+    case Value::undefined:
+      return items;
+    case Value::list:
+      budget.charge(value.as_list().items.size());
+      return value.as_list().items;
     case Value::dict:
       budget.charge(value.as_dict().items.size());
       for (const auto& [key, item] : value.as_dict().items) items.push_back(key);
@@ -677,33 +723,43 @@ std::vector<Value> iterate(const Value& value, Budget& budget) {
       for (size_t i = 0; i + 1 < at.size(); ++i) items.push_back(Value::of(text.slice(at[i], at[i + 1])));
       return items;
     }
-    default: fail(fmt::format("'{}' object is not iterable", type_name(value)));
+    default:
+      fail(fmt::format("'{}' object is not iterable", type_name(value)));
   }
 }
 
 bool contains(const Value& container, const Value& item) {
   switch (container.kind) {
-    case Value::undefined: return false;
+    case Value::undefined:
+      return false;
     case Value::text: {
-      if (item.kind != Value::text) fail(fmt::format("'in <string>' requires string as left operand, not {}", type_name(item)));
+      if (item.kind != Value::text)
+        fail(fmt::format("'in <string>' requires string as left operand, not {}", type_name(item)));
       return container.as_text().bytes.find(item.as_text().bytes) != std::string::npos;
     }
     case Value::list: {
       const auto& items = container.as_list().items;
       return std::any_of(items.begin(), items.end(), [&](const Value& other) { return equal(other, item); });
     }
-    case Value::dict: return container.as_dict().find(item) != nullptr;
-    default: fail(fmt::format("argument of type '{}' is not iterable", type_name(container)));
+    case Value::dict:
+      return container.as_dict().find(item) != nullptr;
+    default:
+      fail(fmt::format("argument of type '{}' is not iterable", type_name(container)));
   }
 }
 
 int64_t length_of(const Value& value) {
   switch (value.kind) {
-    case Value::undefined: return 0;
-    case Value::text: return static_cast<int64_t>(character_offsets(value.as_text().bytes).size()) - 1;
-    case Value::list: return static_cast<int64_t>(value.as_list().items.size());
-    case Value::dict: return static_cast<int64_t>(value.as_dict().items.size());
-    default: fail(fmt::format("object of type '{}' has no len()", type_name(value)));
+    case Value::undefined:
+      return 0;
+    case Value::text:
+      return static_cast<int64_t>(character_offsets(value.as_text().bytes).size()) - 1;
+    case Value::list:
+      return static_cast<int64_t>(value.as_list().items.size());
+    case Value::dict:
+      return static_cast<int64_t>(value.as_dict().items.size());
+    default:
+      fail(fmt::format("object of type '{}' has no len()", type_name(value)));
   }
 }
 
@@ -730,7 +786,8 @@ Value call_method(const std::string& name, const Value& self, const Arguments& a
     const auto& items = self.as_list().items;
     budget.charge(items.size());
     if (name == "count") {
-      return Value::of(static_cast<int64_t>(std::count_if(items.begin(), items.end(), [&](auto& v) { return equal(v, given[0]); })));
+      return Value::of(static_cast<int64_t>(
+          std::count_if(items.begin(), items.end(), [&](auto& v) { return equal(v, given[0]); })));
     }
     for (size_t i = 0; i < items.size(); ++i) {
       if (equal(items[i], given[0])) return Value::of(static_cast<int64_t>(i));
@@ -763,7 +820,8 @@ Value call_method(const std::string& name, const Value& self, const Arguments& a
   if (name == "split" || name == "rsplit") {
     arguments.allow(name, 2, {"sep", "maxsplit"});
     const Value* limit = arguments.get(1, "maxsplit");
-    return split(text, arguments.get(0, "sep"), limit ? whole_of(*limit, name) : -1, name == "rsplit", budget);
+    return split(text, arguments.get(0, "sep"), limit ? whole_of(*limit, name) : -1, name == "rsplit",
+                 budget);
   }
   if (name == "replace") {
     arguments.allow(name, 3, {"count"});
@@ -780,7 +838,8 @@ Value call_method(const std::string& name, const Value& self, const Arguments& a
     arguments.allow(name, 1);
     const std::string& affix = need(0).bytes;
     const size_t size = text.bytes.size();
-    if (name == "removeprefix") return text.bytes.starts_with(affix) ? Value::of(text.slice(affix.size(), size)) : self;
+    if (name == "removeprefix")
+      return text.bytes.starts_with(affix) ? Value::of(text.slice(affix.size(), size)) : self;
     return text.bytes.ends_with(affix) ? Value::of(text.slice(0, size - affix.size())) : self;
   }
   if (name == "count") {
@@ -788,19 +847,22 @@ Value call_method(const std::string& name, const Value& self, const Arguments& a
     const std::string& part = need(0).bytes;
     if (part.empty()) return Value::of(length_of(self) + 1);
     int64_t count = 0;
-    for (size_t i = text.bytes.find(part); i != std::string::npos; i = text.bytes.find(part, i + part.size())) ++count;
+    for (size_t i = text.bytes.find(part); i != std::string::npos; i = text.bytes.find(part, i + part.size()))
+      ++count;
     return Value::of(count);
   }
   if (name == "find") {
     arguments.allow(name, 1);
     const size_t found = text.bytes.find(need(0).bytes);
     if (found == std::string::npos) return Value::of(int64_t{-1});
-    return Value::of(static_cast<int64_t>(character_offsets(std::string_view(text.bytes).substr(0, found)).size()) - 1);
+    return Value::of(
+        static_cast<int64_t>(character_offsets(std::string_view(text.bytes).substr(0, found)).size()) - 1);
   }
   arguments.allow(name, 0);
   if (name == "isdigit") {
     for (uint32_t c : code_points(text.bytes)) {
-      if (c > 0x7F) throw Error{Error::unsupported, "isdigit() of a character that is not ASCII is outside the subset"};
+      if (c > 0x7F)
+        throw Error{Error::unsupported, "isdigit() of a character that is not ASCII is outside the subset"};
       if (c < '0' || c > '9') return Value::of(false);
     }
     return Value::of(!text.bytes.empty());

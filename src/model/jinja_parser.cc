@@ -16,7 +16,8 @@ class Parser {
 
   Block run() {
     Block block = parse_block({});
-    if (unsafe_ > 0) throw Error{Error::unsupported, "filter 'safe' inside an expression is outside the subset"};
+    if (unsafe_ > 0)
+      throw Error{Error::unsupported, "filter 'safe' inside an expression is outside the subset"};
     return block;
   }
 
@@ -24,7 +25,9 @@ class Parser {
   // --- tokens
 
   const Token& now() const { return tokens_[at_]; }
-  bool at(Token::Kind kind, std::string_view value) const { return now().kind == kind && now().value == value; }
+  bool at(Token::Kind kind, std::string_view value) const {
+    return now().kind == kind && now().value == value;
+  }
   bool at_op(std::string_view op) const { return at(Token::op, op); }
   bool at_name(std::string_view name) const { return at(Token::name, name); }
   bool next_is_name(std::string_view name) const {
@@ -54,10 +57,14 @@ class Parser {
   }
   std::string shown() const {
     switch (now().kind) {
-      case Token::end: return "the end of the template";
-      case Token::block_end: return "'%}'";
-      case Token::variable_end: return "'}}'";
-      default: return "'" + now().value + "'";
+      case Token::end:
+        return "the end of the template";
+      case Token::block_end:
+        return "'%}'";
+      case Token::variable_end:
+        return "'}}'";
+      default:
+        return "'" + now().value + "'";
     }
   }
   [[noreturn]] void syntax(const std::string& message) const {
@@ -71,7 +78,8 @@ class Parser {
   struct Level {
     explicit Level(Parser& parser) : parser(parser) {
       if (++parser.level_ > kMaxSyntaxDepth) {
-        throw Error{Error::limit, fmt::format("line {}: nests more than {} deep", parser.now().line, kMaxSyntaxDepth)};
+        throw Error{Error::limit,
+                    fmt::format("line {}: nests more than {} deep", parser.now().line, kMaxSyntaxDepth)};
       }
     }
     ~Level() { --parser.level_; }
@@ -92,7 +100,8 @@ class Parser {
     if (child) {
       parent.depth = std::max(parent.depth, child->depth + 1);
       if (parent.depth > kMaxSyntaxDepth) {
-        throw Error{Error::limit, fmt::format("line {}: nests more than {} deep", parent.line, kMaxSyntaxDepth)};
+        throw Error{Error::limit,
+                    fmt::format("line {}: nests more than {} deep", parent.line, kMaxSyntaxDepth)};
       }
     }
     parent.args.push_back(std::move(child));
@@ -125,7 +134,8 @@ class Parser {
     ExprPtr tuple = make(Expr::tuple);
     add(*tuple, std::move(first));
     while (take_op(",")) {
-      if (now().kind == Token::block_end || now().kind == Token::variable_end || at_op(")") || at_op("=")) break;
+      if (now().kind == Token::block_end || now().kind == Token::variable_end || at_op(")") || at_op("="))
+        break;
       add(*tuple, part());
     }
     return tuple;
@@ -237,9 +247,12 @@ class Parser {
         return constant(Value::of(text));
       }
       case Token::integer:
-      case Token::real: return constant(take().number);
-      case Token::op: break;
-      default: syntax(fmt::format("unexpected {}", shown()));
+      case Token::real:
+        return constant(take().number);
+      case Token::op:
+        break;
+      default:
+        syntax(fmt::format("unexpected {}", shown()));
     }
     if (take_op("(")) {
       if (take_op(")")) return make(Expr::tuple);
@@ -324,7 +337,8 @@ class Parser {
         ExprPtr value = parse_expression();
         call.depth = std::max(call.depth, value->depth + 1);
         if (call.depth > kMaxSyntaxDepth) {
-          throw Error{Error::limit, fmt::format("line {}: nests more than {} deep", call.line, kMaxSyntaxDepth)};
+          throw Error{Error::limit,
+                      fmt::format("line {}: nests more than {} deep", call.line, kMaxSyntaxDepth)};
         }
         call.named.emplace_back(std::move(name), std::move(value));
       } else {
@@ -369,14 +383,15 @@ class Parser {
     ExprPtr test = make(Expr::test, expect_name("a test"));
     if (!is_test(test->text)) unsupported(fmt::format("test '{}'", test->text));
     add(*test, std::move(expr));
-    const bool keyword = at_name("else") || at_name("or") || at_name("and") || at_name("if") || at_name("in") ||
-                         at_name("not");
+    const bool keyword = at_name("else") || at_name("or") || at_name("and") || at_name("if") ||
+                         at_name("in") || at_name("not");
     if (at_op("(")) {
       parse_arguments(*test);
     } else if (at_name("is")) {
       syntax("tests cannot be chained with 'is'");
-    } else if (!keyword && (now().kind == Token::name || now().kind == Token::text || now().kind == Token::integer ||
-                            now().kind == Token::real || at_op("[") || at_op("{"))) {
+    } else if (!keyword &&
+               (now().kind == Token::name || now().kind == Token::text || now().kind == Token::integer ||
+                now().kind == Token::real || at_op("[") || at_op("{"))) {
       add(*test, parse_postfix(parse_primary()));
     }
     if (!negated) return test;
@@ -414,7 +429,8 @@ class Parser {
           auto stmt = statement(Stmt::output);
           stmt->expr = parse_tuple();
           // Without autoescape, "safe" changes nothing that is printed at once; inside an expression it would.
-          while (stmt->expr->kind == Expr::filter && stmt->expr->text == "safe" && stmt->expr->args.size() == 1) {
+          while (stmt->expr->kind == Expr::filter && stmt->expr->text == "safe" &&
+                 stmt->expr->args.size() == 1) {
             --unsafe_;
             stmt->expr = std::move(stmt->expr->args[0]);
           }
@@ -448,7 +464,8 @@ class Parser {
       expect_block_end();
       return block.push_back(std::move(stmt));
     }
-    if (name.starts_with("end") || name == "else" || name == "elif") syntax(fmt::format("unexpected '{}'", name));
+    if (name.starts_with("end") || name == "else" || name == "elif")
+      syntax(fmt::format("unexpected '{}'", name));
     if (name.empty()) syntax(fmt::format("expected a statement, got {}", shown()));
     unsupported(fmt::format("statement '{}'", name));
   }
@@ -490,7 +507,8 @@ class Parser {
       }
     } while (take_op(","));
     if (parenthesised) expect_op(")");
-    if (targets.size() == 1 && parenthesised) unsupported(fmt::format("a target in parentheses before '{}'", end));
+    if (targets.size() == 1 && parenthesised)
+      unsupported(fmt::format("a target in parentheses before '{}'", end));
     return targets;
   }
 
@@ -577,6 +595,8 @@ class Parser {
 
 }  // namespace
 
-Block parse(std::string_view source) { return Parser(source).run(); }
+Block parse(std::string_view source) {
+  return Parser(source).run();
+}
 
 }  // namespace vivace::model::jinja

@@ -12,12 +12,13 @@ namespace vivace::model::jinja {
 
 struct Expr {
   enum Kind {
-    constant,     // value
-    name,         // text
-    attribute,    // args[0].text
-    subscript,    // args[0][args[1]]
-    slice,        // args[0][args[1]:args[2]:args[3]], null where left out
-    list, tuple,  // args
+    constant,   // value
+    name,       // text
+    attribute,  // args[0].text
+    subscript,  // args[0][args[1]]
+    slice,      // args[0][args[1]:args[2]:args[3]], null where left out
+    list,
+    tuple,        // args
     dict,         // args: key, value, key, value, ...
     unary,        // text args[0]
     binary,       // args[0] text args[1]; text is an operator, "and" or "or"
@@ -35,7 +36,8 @@ struct Expr {
   std::string text;
   std::vector<std::unique_ptr<Expr>> args;
   std::vector<std::string> operators;
-  std::vector<std::pair<std::string, std::unique_ptr<Expr>>> named;  // keyword arguments of filter, test and call
+  std::vector<std::pair<std::string, std::unique_ptr<Expr>>>
+      named;  // keyword arguments of filter, test and call
 };
 using ExprPtr = std::unique_ptr<Expr>;
 
@@ -53,13 +55,13 @@ struct Stmt {
   enum Kind { data, output, if_else, for_loop, set, set_block, macro, break_loop, continue_loop };
   Kind kind;
   int line;
-  std::string text;                  // data
-  ExprPtr expr;                      // output; the iterable of for_loop; the value of set
-  ExprPtr filter;                    // for_loop: its condition
-  std::vector<std::string> targets;  // for_loop, set
-  std::string attribute;             // set: targets[0].attribute = expr
+  std::string text;                                 // data
+  ExprPtr expr;                                     // output; the iterable of for_loop; the value of set
+  ExprPtr filter;                                   // for_loop: its condition
+  std::vector<std::string> targets;                 // for_loop, set
+  std::string attribute;                            // set: targets[0].attribute = expr
   std::vector<std::pair<ExprPtr, Block>> branches;  // if_else; the condition of else is null
-  Block body, otherwise;             // for_loop, set_block
+  Block body, otherwise;                            // for_loop, set_block
   std::unique_ptr<Macro> macro_body;
 };
 

@@ -116,13 +116,27 @@ void json_string(std::string_view text, std::string& out) {
   out += '"';
   for (char c : text) {
     switch (c) {
-      case '"': out += "\\\""; break;
-      case '\\': out += "\\\\"; break;
-      case '\n': out += "\\n"; break;
-      case '\r': out += "\\r"; break;
-      case '\t': out += "\\t"; break;
-      case '\b': out += "\\b"; break;
-      case '\f': out += "\\f"; break;
+      case '"':
+        out += "\\\"";
+        break;
+      case '\\':
+        out += "\\\\";
+        break;
+      case '\n':
+        out += "\\n";
+        break;
+      case '\r':
+        out += "\\r";
+        break;
+      case '\t':
+        out += "\\t";
+        break;
+      case '\b':
+        out += "\\b";
+        break;
+      case '\f':
+        out += "\\f";
+        break;
       default:
         if (static_cast<unsigned char>(c) < 0x20) {
           out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
@@ -147,11 +161,21 @@ void write_json(const Value& value, int indent, int level, std::string& out) {
   };
   const char* between = indent >= 0 ? "," : ", ";
   switch (value.kind) {
-    case Value::none: out += "null"; break;
-    case Value::boolean: out += value.i ? "true" : "false"; break;
-    case Value::integer: out += std::to_string(value.i); break;
-    case Value::real: out += json_float(value.d); break;
-    case Value::text: json_string(value.as_text().bytes, out); break;
+    case Value::none:
+      out += "null";
+      break;
+    case Value::boolean:
+      out += value.i ? "true" : "false";
+      break;
+    case Value::integer:
+      out += std::to_string(value.i);
+      break;
+    case Value::real:
+      out += json_float(value.d);
+      break;
+    case Value::text:
+      json_string(value.as_text().bytes, out);
+      break;
     case Value::list: {
       out += '[';
       bool first = true;
@@ -187,7 +211,8 @@ void write_json(const Value& value, int indent, int level, std::string& out) {
       out += '}';
       break;
     }
-    default: fail(fmt::format("Object of type {} is not JSON serializable", type_name(value)));
+    default:
+      fail(fmt::format("Object of type {} is not JSON serializable", type_name(value)));
   }
 }
 
@@ -197,14 +222,18 @@ Value from_json_at(const nlohmann::ordered_json& json, char mark, int depth) {
     throw Error{Error::limit, fmt::format("a variable nests more than {} deep", kMaxContainerDepth)};
   }
   switch (json.type()) {
-    case Type::boolean: return Value::of(json.get<bool>());
-    case Type::number_integer: return Value::of(json.get<int64_t>());
+    case Type::boolean:
+      return Value::of(json.get<bool>());
+    case Type::number_integer:
+      return Value::of(json.get<int64_t>());
     case Type::number_unsigned: {
       const uint64_t value = json.get<uint64_t>();
-      if (value > INT64_MAX) throw Error{Error::limit, fmt::format("the integer {} has more than 63 bits", value)};
+      if (value > INT64_MAX)
+        throw Error{Error::limit, fmt::format("the integer {} has more than 63 bits", value)};
       return Value::of(static_cast<int64_t>(value));
     }
-    case Type::number_float: return Value::of(json.get<double>());
+    case Type::number_float:
+      return Value::of(json.get<double>());
     case Type::string: {
       const auto& text = json.get_ref<const std::string&>();
       return Value::of(is_valid_utf8(text) ? text : replace_invalid_utf8(text), mark);
@@ -224,22 +253,35 @@ Value from_json_at(const nlohmann::ordered_json& json, char mark, int depth) {
       }
       return Value::make_dict(std::move(items));
     }
-    default: return Value::make_none();
+    default:
+      return Value::make_none();
   }
 }
 
 }  // namespace
 
-void fail(std::string message) { throw Error{Error::runtime, std::move(message)}; }
+void fail(std::string message) {
+  throw Error{Error::runtime, std::move(message)};
+}
 
-Value Value::of(bool value) { return scalar(boolean, value); }
-Value Value::of(int64_t value) { return scalar(integer, value); }
-Value Value::of(double value) { return scalar(real, 0, value); }
-Value Value::of(Text value) { return held(text, std::make_shared<Text>(std::move(value))); }
+Value Value::of(bool value) {
+  return scalar(boolean, value);
+}
+Value Value::of(int64_t value) {
+  return scalar(integer, value);
+}
+Value Value::of(double value) {
+  return scalar(real, 0, value);
+}
+Value Value::of(Text value) {
+  return held(text, std::make_shared<Text>(std::move(value)));
+}
 Value Value::of(std::string_view value, char mark) {
   return of(Text{std::string(value), std::string(value.size(), mark)});
 }
-Value Value::make_none() { return scalar(none, 0); }
+Value Value::make_none() {
+  return scalar(none, 0);
+}
 Value Value::make_undefined(std::string name) {
   return held(undefined, std::make_shared<std::string>(std::move(name)));
 }
@@ -259,24 +301,35 @@ Value Value::make_dict(std::vector<std::pair<Value, Value>> items) {
   return held(dict, std::move(made));
 }
 
-Value Value::make_callable(Callable made) { return held(callable, std::make_shared<Callable>(std::move(made))); }
+Value Value::make_callable(Callable made) {
+  return held(callable, std::make_shared<Callable>(std::move(made)));
+}
 
 bool Value::shareable() const {
   switch (kind) {
-    case name_space: return false;
-    case list: return as_list().shareable;
-    case dict: return as_dict().shareable;
-    case callable: return as_callable().self.shareable();
-    default: return true;
+    case name_space:
+      return false;
+    case list:
+      return as_list().shareable;
+    case dict:
+      return as_dict().shareable;
+    case callable:
+      return as_callable().self.shareable();
+    default:
+      return true;
   }
 }
 
 int Value::depth() const {
   switch (kind) {
-    case list: return as_list().depth;
-    case dict: return as_dict().depth;
-    case callable: return as_callable().self.depth() + 1;
-    default: return 0;
+    case list:
+      return as_list().depth;
+    case dict:
+      return as_dict().depth;
+    case callable:
+      return as_callable().self.depth() + 1;
+    default:
+      return 0;
   }
 }
 
@@ -297,14 +350,21 @@ const Value* Dict::find(std::string_view key) const {
 bool truthy(const Value& value) {
   switch (value.kind) {
     case Value::undefined:
-    case Value::none: return false;
+    case Value::none:
+      return false;
     case Value::boolean:
-    case Value::integer: return value.i != 0;
-    case Value::real: return value.d != 0;
-    case Value::text: return !value.as_text().bytes.empty();
-    case Value::list: return !value.as_list().items.empty();
-    case Value::dict: return !value.as_dict().items.empty();
-    default: return true;
+    case Value::integer:
+      return value.i != 0;
+    case Value::real:
+      return value.d != 0;
+    case Value::text:
+      return !value.as_text().bytes.empty();
+    case Value::list:
+      return !value.as_list().items.empty();
+    case Value::dict:
+      return !value.as_dict().items.empty();
+    default:
+      return true;
   }
 }
 
@@ -315,11 +375,14 @@ bool equal(const Value& left, const Value& right) {
   if (left.kind != right.kind) return false;
   switch (left.kind) {
     case Value::undefined:
-    case Value::none: return true;
-    case Value::text: return left.as_text().bytes == right.as_text().bytes;
+    case Value::none:
+      return true;
+    case Value::text:
+      return left.as_text().bytes == right.as_text().bytes;
     case Value::list: {
       const List &a = left.as_list(), &b = right.as_list();
-      return a.tuple == b.tuple && std::equal(a.items.begin(), a.items.end(), b.items.begin(), b.items.end(), equal);
+      return a.tuple == b.tuple &&
+             std::equal(a.items.begin(), a.items.end(), b.items.begin(), b.items.end(), equal);
     }
     case Value::dict: {
       const Dict &a = left.as_dict(), &b = right.as_dict();
@@ -329,7 +392,8 @@ bool equal(const Value& left, const Value& right) {
         return other != nullptr && equal(item.second, *other);
       });
     }
-    default: return left.object == right.object;
+    default:
+      return left.object == right.object;
   }
 }
 
@@ -343,36 +407,50 @@ int compare(const Value& left, const Value& right) {
     const int order = left.as_text().bytes.compare(right.as_text().bytes);
     return order < 0 ? -1 : order > 0;
   }
-  if (left.kind == Value::list && right.kind == Value::list && left.as_list().tuple == right.as_list().tuple) {
+  if (left.kind == Value::list && right.kind == Value::list &&
+      left.as_list().tuple == right.as_list().tuple) {
     const auto &a = left.as_list().items, &b = right.as_list().items;
     for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
       if (!equal(a[i], b[i])) return compare(a[i], b[i]);
     }
     return a.size() < b.size() ? -1 : a.size() > b.size();
   }
-  fail(fmt::format("'<' not supported between instances of '{}' and '{}'", type_name(left), type_name(right)));
+  fail(
+      fmt::format("'<' not supported between instances of '{}' and '{}'", type_name(left), type_name(right)));
 }
 
 std::string type_name(const Value& value) {
   switch (value.kind) {
-    case Value::undefined: return "Undefined";
-    case Value::none: return "NoneType";
-    case Value::boolean: return "bool";
-    case Value::integer: return "int";
-    case Value::real: return "float";
-    case Value::text: return "str";
-    case Value::list: return value.as_list().tuple ? "tuple" : "list";
-    case Value::dict: return "dict";
-    case Value::name_space: return "Namespace";
-    case Value::callable: return "function";
+    case Value::undefined:
+      return "Undefined";
+    case Value::none:
+      return "NoneType";
+    case Value::boolean:
+      return "bool";
+    case Value::integer:
+      return "int";
+    case Value::real:
+      return "float";
+    case Value::text:
+      return "str";
+    case Value::list:
+      return value.as_list().tuple ? "tuple" : "list";
+    case Value::dict:
+      return "dict";
+    case Value::name_space:
+      return "Namespace";
+    case Value::callable:
+      return "function";
   }
   return "object";
 }
 
 Text to_text(const Value& value) {
   switch (value.kind) {
-    case Value::undefined: return {};
-    case Value::text: return value.as_text();
+    case Value::undefined:
+      return {};
+    case Value::text:
+      return value.as_text();
     default: {
       // What a container prints came from data as a rule; a lone number or None cannot spell anything.
       const bool container = value.kind == Value::list || value.kind == Value::dict;
@@ -385,12 +463,18 @@ Text to_text(const Value& value) {
 
 std::string repr(const Value& value) {
   switch (value.kind) {
-    case Value::undefined: return "Undefined";
-    case Value::none: return "None";
-    case Value::boolean: return value.i ? "True" : "False";
-    case Value::integer: return std::to_string(value.i);
-    case Value::real: return float_repr(value.d);
-    case Value::text: return text_repr(value.as_text().bytes);
+    case Value::undefined:
+      return "Undefined";
+    case Value::none:
+      return "None";
+    case Value::boolean:
+      return value.i ? "True" : "False";
+    case Value::integer:
+      return std::to_string(value.i);
+    case Value::real:
+      return float_repr(value.d);
+    case Value::text:
+      return text_repr(value.as_text().bytes);
     case Value::list: {
       const List& list = value.as_list();
       std::string out(1, list.tuple ? '(' : '[');
@@ -416,7 +500,9 @@ std::string to_json(const Value& value, int indent) {
   return out;
 }
 
-Value from_json(const nlohmann::ordered_json& json, char mark) { return from_json_at(json, mark, 1); }
+Value from_json(const nlohmann::ordered_json& json, char mark) {
+  return from_json_at(json, mark, 1);
+}
 
 std::vector<size_t> character_offsets(std::string_view text) {
   std::vector<size_t> offsets;
@@ -430,7 +516,8 @@ std::vector<size_t> character_offsets(std::string_view text) {
 
 bool is_space(uint32_t c) {
   return (c >= 9 && c <= 13) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 ||
-         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+         (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
+         c == 0x3000;
 }
 
 }  // namespace vivace::model::jinja

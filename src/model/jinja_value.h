@@ -48,8 +48,8 @@ struct Callable;
 struct List {
   std::vector<Value> items;
   bool tuple = false;
-  int depth = 1;            // levels of containers below and including this one
-  bool shareable = true;    // holds no namespace, so a namespace may hold it
+  int depth = 1;          // levels of containers below and including this one
+  bool shareable = true;  // holds no namespace, so a namespace may hold it
 };
 
 struct Dict {
@@ -78,6 +78,7 @@ struct Value {
   static Value of(double value);
   static Value of(Text value);
   static Value of(std::string_view value, char mark = kTemplate);
+  static Value of(const char* value) { return of(std::string_view(value)); }  // else it would be a bool
   static Value make_none();
   static Value make_undefined(std::string name);
   /// Error::limit when containers nest too deep.

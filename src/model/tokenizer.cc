@@ -42,11 +42,14 @@ class AddedTokens {
   // Calls `on_text` for what lies between tokens (not empty) and `on_token` for tokens, in order. Control tokens are
   // looked for with `parse`, and then only where `marks` (unless empty) has no zero byte.
   template <class OnText, class OnToken>
-  Status split(std::string_view text, SpecialTokens special, std::string_view marks, OnText on_text, OnToken on_token) const {
+  Status split(std::string_view text, SpecialTokens special, std::string_view marks, OnText on_text,
+               OnToken on_token) const {
     size_t start = 0;
     for (size_t i = 0; i < text.size();) {
-      const auto [id, length] = starts_[static_cast<unsigned char>(text[i])] ? longest(text.substr(i), special, marks.empty() ? marks : marks.substr(i))
-                                    : std::pair<int32_t, size_t>(-1, 0);
+      const auto [id, length] =
+          starts_[static_cast<unsigned char>(text[i])]
+              ? longest(text.substr(i), special, marks.empty() ? marks : marks.substr(i))
+              : std::pair<int32_t, size_t>(-1, 0);
       if (length == 0) {
         ++i;
         continue;
@@ -178,8 +181,9 @@ Result<std::vector<int32_t>> Tokenizer::encode(std::string_view text, SpecialTok
 
 Result<std::vector<int32_t>> Tokenizer::encode_marked(std::string_view text, std::string_view marks) const {
   if (marks.size() != text.size() || !is_valid_utf8(text)) {
-    return invalid_argument("tokenizer: marked text has {} bytes and {} marks, needs valid UTF-8 and as many marks",
-                            text.size(), marks.size());
+    return invalid_argument(
+        "tokenizer: marked text has {} bytes and {} marks, needs valid UTF-8 and as many marks", text.size(),
+        marks.size());
   }
   return encode_with(text, SpecialTokens::parse, marks);
 }
@@ -218,7 +222,8 @@ Result<std::vector<int32_t>> Tokenizer::encode_with(std::string_view text, Speci
     // Normalisation moved the marks' bytes: here control tokens are looked for only if the whole piece is marked.
     const std::string_view piece_marks = marks.empty() ? marks : marks.substr(piece_start, piece_size);
     const bool as_text = piece_marks.find('\0') != std::string_view::npos;
-    return impl_->normalized_added.split(piece, as_text ? SpecialTokens::as_text : special, {}, on_normal, on_token);
+    return impl_->normalized_added.split(piece, as_text ? SpecialTokens::as_text : special, {}, on_normal,
+                                         on_token);
   };
   VIVACE_TRY(impl_->raw_added.split(text, special, marks, on_raw, on_token));
   return ids;

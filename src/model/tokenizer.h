@@ -56,7 +56,8 @@ class Tokenizer {
 
  private:
   Tokenizer();
-  Result<std::vector<int32_t>> encode_with(std::string_view text, SpecialTokens special, std::string_view marks) const;
+  Result<std::vector<int32_t>> encode_with(std::string_view text, SpecialTokens special,
+                                           std::string_view marks) const;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

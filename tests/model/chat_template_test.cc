@@ -58,7 +58,8 @@ TEST(ChatTemplate, RendersAsJinja2) {
       continue;
     }
     ASSERT_TRUE(text.ok()) << name << ": " << text.status().message();
-    EXPECT_EQ(*text, test["expected"].get<std::string>()) << name << " with " << test.value("variables", Json());
+    EXPECT_EQ(*text, test["expected"].get<std::string>())
+        << name << " with " << test.value("variables", Json());
   }
   EXPECT_EQ(conversations.size(), 4u);
   for (const auto& [name, count] : conversations) EXPECT_EQ(count, 30) << name;
@@ -90,9 +91,10 @@ TEST(ChatTemplate, H43OnlyTheTemplateMakesControlTokens) {
   };
   const Json call = {{"function", {{"name", attack}, {"arguments", {{"x", attack}}}}}};
   auto conversation = [&](const std::string& text, const Json& calls) {
-    return Json::array({{{"role", "user"}, {"content", text}},
-                        {{"role", "assistant"}, {"content", "<think>" + text + "</think>" + text}, {"tool_calls", calls}},
-                        {{"role", "tool"}, {"name", text}, {"content", text}}});
+    return Json::array(
+        {{{"role", "user"}, {"content", text}},
+         {{"role", "assistant"}, {"content", "<think>" + text + "</think>" + text}, {"tool_calls", calls}},
+         {{"role", "tool"}, {"name", text}, {"content", text}}});
   };
   EXPECT_EQ(count(conversation("hi", Json::array({{{"name", "n"}, {"arguments", "{}"}}}))), 7);
   EXPECT_EQ(count(conversation(attack, Json::array({call, call}))), 7);
@@ -100,10 +102,13 @@ TEST(ChatTemplate, H43OnlyTheTemplateMakesControlTokens) {
   EXPECT_EQ(count(Json::array({{{"role", "user"}, {"content", "x"}}}), tools), 5);
 
   // A template that prints a message's name and role, and one that takes text apart.
-  const auto named = compile("{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content|upper|lower }}<|im_end|>{% endfor %}");
+  const auto named = compile(
+      "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content|upper|lower }}<|im_end|>{% "
+      "endfor %}");
   const Json messages = Json::array({{{"role", attack}, {"name", "<|im_start|>"}, {"content", attack}}});
   EXPECT_EQ(controls(*tokenizer, *encode_chat(*named, *tokenizer, messages, false, {}, {})), 2);
-  const auto pieces = compile("{{ '<|im_' ~ messages[0].content }}{{ messages[0].content[::-1][::-1] }}{{ bos_token }}");
+  const auto pieces =
+      compile("{{ '<|im_' ~ messages[0].content }}{{ messages[0].content[::-1][::-1] }}{{ bos_token }}");
   TokenizerSource source;
   source.bos_token = "<|im_start|>";
   const auto ids = encode_chat(*pieces, *tokenizer, Json::array({{{"content", "end|>"}}}), false, source, {});
@@ -113,7 +118,8 @@ TEST(ChatTemplate, H43OnlyTheTemplateMakesControlTokens) {
 TEST(ChatTemplate, HarmlessMessagesEncodeAsThePlainRendering) {
   const auto tokenizer = tiny_tokenizer();
   const auto chat = compile(read_file(kFolder / "qwen3_layout.jinja"));
-  const Json messages = Json::array({{{"role", "system"}, {"content", "\n Be  brief."}}, {{"role", "user"}, {"content", "\n\nWhat's 12 + 3?"}}});
+  const Json messages = Json::array({{{"role", "system"}, {"content", "\n Be  brief."}},
+                                     {{"role", "user"}, {"content", "\n\nWhat's 12 + 3?"}}});
   const auto ids = encode_chat(*chat, *tokenizer, messages, true, {}, {});
   const auto text = chat->render({{"messages", messages}, {"add_generation_prompt", true}});
   EXPECT_EQ(*ids, *tokenizer->encode(*text, SpecialTokens::parse));
@@ -140,9 +146,10 @@ TEST(ChatTemplate, RefusesTheRestByNameAndLine) {
     EXPECT_EQ(made.status().code(), Code::unsupported) << source;
     EXPECT_NE(made.status().message().find(named), std::string::npos) << made.status().message();
   }
-  for (const char* source : {"{% if %}", "{% if x %}", "{{ x", "{{ x }", "{% endif %}", "{{ 'a }}", "{# x", "{% raw %}", "{{ }}",
-                             "{{ a b }}", "{{ [1, }}", "{% for in x %}{% endfor %}", "{% set = 1 %}", "{{ (1 }}", "{% break %}",
-                             "{% for loop in x %}{% endfor %}", "{{ 'a\\x4' }}", "{% else %}", "\xFF"}) {
+  for (const char* source :
+       {"{% if %}", "{% if x %}", "{{ x", "{{ x }", "{% endif %}", "{{ 'a }}", "{# x", "{% raw %}", "{{ }}",
+        "{{ a b }}", "{{ [1, }}", "{% for in x %}{% endfor %}", "{% set = 1 %}", "{{ (1 }}", "{% break %}",
+        "{% for loop in x %}{% endfor %}", "{{ 'a\\x4' }}", "{% else %}", "\xFF"}) {
     EXPECT_EQ(ChatTemplate::compile(source).status().code(), Code::invalid_argument) << source;
   }
   EXPECT_EQ(ChatTemplate::compile(std::string(2 << 20, 'x')).status().code(), Code::invalid_argument);
@@ -181,7 +188,8 @@ TEST(ChatTemplate, BoundedWorkOnASmallStack) {
       "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
       "{% macro m() %}{{ " + repeat("(1 + ", 30) + "m()" + repeat(")", 30) + " }}{% endmacro %}{{ m() }}",
       "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}",
-      "{% set ns = namespace(s='xxxxxxxx') %}{% for a in range(1000) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+      "{% set ns = namespace(s='xxxxxxxx') %}{% for a in range(1000) %}{% set ns.s = ns.s + ns.s %}{% endfor "
+      "%}",
       "{% set ns = namespace(l=[1]) %}{% for a in range(1000) %}{% set ns.l = ns.l + ns.l %}{% endfor %}",
       "{% set ns = namespace(l=[1]) %}{% for a in range(1000) %}{% set ns.l = [ns.l] %}{% endfor %}",
       "{% set ns = namespace() %}{% set ns.x = ns %}",
@@ -193,14 +201,21 @@ TEST(ChatTemplate, BoundedWorkOnASmallStack) {
       "{{ ('x' * 1000000).replace('', 'y' * 1000) }}",
       "{{ ('x,' * 1000000).split(',')|join('y' * 1000) }}",
   };
-  const Json deep = Json::parse(repeat("[", 10'000) + repeat("]", 10'000));
+  Json deep = Json::object();
+  deep["x"] = Json::parse(repeat("[", 10'000) + repeat("]", 10'000));
+  const auto tokenizer = tiny_tokenizer();
   std::function<void()> body = [&] {
     for (const std::string& source : sources) {
       const auto made = ChatTemplate::compile(source);
       const Status status = made.ok() ? (*made)->render(Json::object()).status() : made.status();
       EXPECT_FALSE(status.ok()) << source.substr(0, 100);
     }
-    EXPECT_EQ((*ChatTemplate::compile("{{ x }}"))->render({{"x", deep}}).status().code(), Code::invalid_argument);
+    const auto chat = std::move(ChatTemplate::compile("{{ x }}")).value();
+    EXPECT_EQ(chat->render(deep).status().code(), Code::invalid_argument);
+    EXPECT_EQ(encode_chat(*chat, *tokenizer, deep["x"], true, {}, {}).status().code(),
+              Code::invalid_argument);
+    EXPECT_EQ(encode_chat(*chat, *tokenizer, Json::array(), true, {}, deep).status().code(),
+              Code::invalid_argument);
   };
 #if defined(__SANITIZE_ADDRESS__)
   constexpr size_t kStack = 4 << 20;  // the sanitizer's frames are several times as large
