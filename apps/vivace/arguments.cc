@@ -1,0 +1,422 @@
+#include "apps/vivace/arguments.h"
+
+#include <CLI/CLI.hpp>
+#include <bit>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+
+#include "apps/vivace/value.h"
+#include "src/core/error.h"
+#include "vivace/dispatch.h"
+
+namespace vivace::cli {
+
+namespace {
+
+constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
+
+/// Reports a value that does not fit as "--flag is 'x', needs ...".
+[[noreturn]] void refuse(const std::string& flag, const Status& status) {
+  throw CLI::ValidationError(flag + " " + status.message(), CLI::ExitCodes::ValidationError);
+}
+
+/// An option whose text goes through `parse` (a function from text to Result) to `use`.
+template <class Parse, class Use>
+CLI::Option* add(CLI::App& app, const std::string& flag, const std::string& type, const std::string& help,
+                 Parse parse, Use use) {
+  return app
+      .add_option_function<std::string>(
+          flag,
+          [flag, parse, use](const std::string& text) {
+            auto value = parse(text);
+            if (!value.ok()) refuse(flag, value.status());
+            use(std::move(value).value());
+          },
+          help)
+      ->type_name(type);
+}
+
+CLI::Option* integer(CLI::App& app, const std::string& flag, int64_t low, int64_t high, const std::string& help,
+                     std::function<void(int64_t)> use) {
+  return add(
+      app, flag, "N", help, [=](const std::string& text) { return parse_integer(text, low, high); }, use);
+}
+
+CLI::Option* number(CLI::App& app, const std::string& flag, double low, double high, bool above_low,
+                    const std::string& help, std::function<void(double)> use) {
+  return add(
+      app, flag, "X", help, [=](const std::string& text) { return parse_number(text, low, high, above_low); }, use);
+}
+
+Result<std::string> parse_device(const std::string& text) {
+  if (text == "cpu" || text == "cuda") return text;
+  if (text.starts_with("cuda:") && parse_integer(text.substr(5), 0, 1023).ok()) return text;
+  return invalid_argument("is '{}', needs cpu, cuda or cuda:N", text);
+}
+
+Result<std::string> parse_dtype(const std::string& text) {
+  if (text == "auto" || text == "f32") return text;
+  if (text == "bf16" || text == "f16" || text == "fp8") {
+    return unsupported("is '{}', needs auto or f32: activations are f32 on the cpu", text);
+  }
+  return invalid_argument("is '{}', needs auto or f32", text);
+}
+
+Result<DType> parse_kv_dtype(const std::string& text) {
+  if (text == "f32") return DType::f32;
+  if (text == "bf16") return DType::bf16;
+  if (text == "fp8") {
+    return unsupported("is 'fp8', needs f32 or bf16: no row of attention_decode on the cpu reads fp8 keys and values");
+  }
+  return invalid_argument("is '{}', needs f32 or bf16", text);
+}
+
+Result<std::string> parse_router_mode(const std::string& text) {
+  if (text == "exact" || text == "two_term") return text;
+  return invalid_argument("is '{}', needs exact or two_term", text);
+}
+
+Result<int64_t> parse_page_tokens(const std::string& text) {
+  const Result<int64_t> value = parse_integer(text, 1, 256);
+  if (value.ok() && std::has_single_bit(static_cast<uint64_t>(*value))) return *value;
+  return invalid_argument("is '{}', needs a power of two from 1 to 256", text);
+}
+
+Result<std::string> parse_prefer(const std::string& text) {
+  const Status status = Dispatch().prefer(text);
+  if (!status.ok()) return status;
+  return text;
+}
+
+void add_model(CLI::App& app, std::string& model) {
+  app.add_option("--model", model, "A .gguf file, or a folder with config.json and safetensors")
+      ->required()
+      ->type_name("PATH");
+}
+
+/// The options that every command with a model takes.
+void add_engine(CLI::App& app, EngineOptions& o) {
+  const std::string group = "Model and engine";
+  add_model(app, o.model);
+  const auto in_group = [&](CLI::Option* option) { return option->group(group); };
+  app.get_option("--model")->group(group);
+  in_group(add(app, "--device", "NAME", "Where it runs: cpu, cuda or cuda:N [cpu]", parse_device,
+               [&](std::string text) { o.device = std::move(text); }));
+  in_group(add(app, "--dtype", "TYPE", "Type of activations: auto or f32 [auto: f32 on the cpu]", parse_dtype,
+               [](const std::string&) {}));
+  in_group(add(app, "--kv-dtype", "TYPE", "Type of stored keys and values: f32 or bf16 [f32]", parse_kv_dtype,
+               [&](DType dtype) { o.kv_dtype = dtype; }));
+  in_group(integer(app, "--threads", 1, 1024, "Threads [every core this process may use]",
+                   [&](int64_t n) { o.threads = static_cast<int>(n); }));
+  in_group(app.add_flag("--exact", o.exact, "No quantisation of activations inside linear: slower, closer to fp32"));
+  in_group(app.add_flag("--deterministic", o.deterministic,
+                        "A request gives the same bits whatever runs beside it"));
+  in_group(add(app, "--router-mode", "MODE", "Accuracy of expert scores: exact or two_term [exact]",
+               parse_router_mode, [&](std::string text) { o.router_mode = std::move(text); }));
+  in_group(app.add_option_function<std::string>(
+      "--prefer",
+      [&](const std::string& text) {
+        const Result<std::string> value = parse_prefer(text);
+        if (!value.ok()) throw CLI::ValidationError(value.status().message(), CLI::ExitCodes::ValidationError);
+        o.prefer = text;
+      },
+      "Try these rows first: OP=ROW[,OP=ROW], such as linear=reference\nA preferred row that does not fit is an error "
+      "with its reason")
+               ->type_name("OP=ROW"));
+  in_group(integer(app, "--max-model-len", 1, kAny, "Longest prompt plus output, in tokens [the model's context]",
+                   [&](int64_t n) { o.max_model_len = n; }));
+  in_group(integer(app, "--max-batch", 1, 4096, "Requests that run at once [64]",
+                   [&](int64_t n) { o.max_batch = n; }));
+  in_group(integer(app, "--token-budget", 1, 1 << 20,
+                   "Tokens per step, prompt chunks and decodes together [512]",
+                   [&](int64_t n) { o.token_budget = n; }));
+  in_group(add(app, "--page-tokens", "N", "Tokens per page of keys and values, a power of two [16]",
+               parse_page_tokens, [&](int64_t n) { o.page_tokens = n; }));
+  in_group(add(
+      app, "--kv-memory", "BYTES", "Memory for keys and values, such as 512M or 2G [fits the machine]",
+      [](const std::string& text) { return parse_bytes(text); }, [&](int64_t n) { o.kv_memory_bytes = n; }));
+}
+
+CLI::App* add_command(CLI::App& app, const std::string& name, const std::string& text, const std::string& footer) {
+  CLI::App* command = app.add_subcommand(name, text);
+  command->footer(footer);
+  command->get_formatter()->column_width(30);
+  return command;
+}
+
+void add_generate(CLI::App& app, GenerateArgs& a) {
+  CLI::App& c = *add_command(
+      app, "generate",
+      "Generate text from one prompt and stream it to standard output.\n\n"
+      "The prompt is raw text (--prompt; text that spells a control token becomes that token), token ids\n"
+      "(--prompt-ids, for models without a tokenizer too), or one chat message (--chat; rendered with the\n"
+      "model's chat template, and text that spells a control token stays text). Without a sampling option the\n"
+      "most likely token is taken each time, so that a run repeats. With --json nothing is streamed: one\n"
+      "document has the ids, the text, log-probabilities, counts and times.",
+      "Examples:\n"
+      "  vivace generate --model model.gguf --chat \"Explain a hash table in two sentences.\"\n"
+      "  vivace generate --model model.gguf --prompt \"Once upon a time\" --temperature 0.8 --top-p 0.95 --seed 7\n"
+      "  vivace generate --model tests/data/tiny-hy3 --prompt-ids 1,2,3 --max-tokens 8 --logprobs 3 --json");
+  auto* prompt = c.add_option("--prompt", a.prompt, "Raw text")->type_name("TEXT");
+  auto* ids = add(
+      c, "--prompt-ids", "IDS", "Token ids joined by commas", [](const std::string& text) { return parse_ids(text); },
+      [&](std::vector<int32_t> value) { a.prompt_ids = std::move(value); });
+  auto* chat = c.add_option("--chat", a.chat, "A user's message")->type_name("TEXT");
+  prompt->excludes(ids)->excludes(chat);
+  ids->excludes(chat);
+  c.add_option("--system", a.system, "A system message before --chat")->type_name("TEXT")->needs(chat);
+  integer(c, "--max-tokens", 1, kAny, "Tokens to generate at most [128]", [&](int64_t n) { a.max_tokens = n; });
+  c.add_option("--stop", "End before this text; may be given several times")
+      ->type_name("TEXT")
+      ->allow_extra_args(false)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->each([&](const std::string& text) {
+        if (text.empty()) throw CLI::ValidationError("--stop is '', needs at least one character");
+        a.stop.push_back(text);
+      });
+  c.add_flag("--ignore-eos", a.ignore_eos, "Do not end at the model's end token");
+  integer(c, "--logprobs", 0, 20, "Log-probabilities of the chosen token and of the N best",
+          [&](int64_t n) { a.sampling.logprobs = static_cast<int>(n); });
+  c.add_flag("--json", a.json, "One JSON document instead of text");
+
+  const std::string group = "Sampling";
+  SamplingParams& s = a.sampling;
+  s.temperature = 0;
+  auto* temperature = number(c, "--temperature", 0, INFINITY, false,
+                             "0 takes the most likely token [0; 1 when --top-k, --top-p, --min-p or\n--seed is given]",
+                             [&](double x) { s.temperature = x; });
+  auto* top_k = integer(c, "--top-k", 0, kAny, "Draw from the N most likely; 0: all [0]",
+                        [&](int64_t n) { s.top_k = n; });
+  auto* top_p = number(c, "--top-p", 0, 1, true, "Draw from the smallest set with this probability [1]",
+                       [&](double x) { s.top_p = x; });
+  auto* min_p = number(c, "--min-p", 0, 1, false, "Drop tokens below this share of the most likely one [0]",
+                       [&](double x) { s.min_p = x; });
+  auto* seed = add(
+      c, "--seed", "N", "Makes a draw repeatable",
+      [](const std::string& text) { return parse_integer(text, 0, kAny); },
+      [&](int64_t n) { s.seed = static_cast<uint64_t>(n); });
+  auto* repetition = number(c, "--repetition-penalty", 0, INFINITY, true, "Above 1: tokens seen before are less likely [1]",
+                            [&](double x) { s.repetition_penalty = x; });
+  auto* presence = number(c, "--presence-penalty", -2, 2, false, "Subtracted once for a generated token [0]",
+                          [&](double x) { s.presence_penalty = x; });
+  auto* frequency = number(c, "--frequency-penalty", -2, 2, false, "Subtracted for each time it was generated [0]",
+                           [&](double x) { s.frequency_penalty = x; });
+  auto* bias = c.add_option("--logit-bias", "Added to a token's logit; may be given several times")
+                   ->type_name("ID=BIAS")
+                   ->allow_extra_args(false)
+                   ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+                   ->each([&](const std::string& text) {
+                     const auto value = parse_bias(text);
+                     if (!value.ok()) refuse("--logit-bias", value.status());
+                     s.logit_bias.push_back(*value);
+                   });
+  for (CLI::Option* option : {temperature, top_k, top_p, min_p, seed, repetition, presence, frequency, bias}) {
+    option->group(group);
+  }
+  add_engine(c, a.engine);
+  c.callback([&, prompt, ids, chat, temperature, top_k, top_p, min_p, seed] {
+    if (prompt->count() + ids->count() + chat->count() == 0) {
+      throw CLI::ValidationError("one of --prompt, --prompt-ids and --chat is needed");
+    }
+    const bool draws = top_k->count() + top_p->count() + min_p->count() + seed->count() > 0;
+    if (temperature->count() == 0 && draws) s.temperature = 1;
+  });
+}
+
+void add_score(CLI::App& app, ScoreArgs& a) {
+  CLI::App& c = *add_command(
+      app, "score",
+      "Measure how well a model predicts a text: its perplexity.\n\n"
+      "Documents in the file are separated by NUL bytes; each is tokenised by itself and followed by the separator\n"
+      "id. The ids are joined and cut into windows that do not overlap; the first token of a window is not\n"
+      "predicted. Lower is better; the same text, window and separator are needed for two results to be comparable.",
+      "Example:\n"
+      "  vivace score --model tests/data/tiny-qwen3-moe --text-file tests/data/tiny-qwen3-moe/sample.txt \\\n"
+      "    --window 1024 --max-windows 4 --separator-id 0");
+  c.add_option("--text-file", a.text_file, "The text")->required()->type_name("FILE");
+  integer(c, "--window", 2, kAny, "Tokens per window, at most the model's context", [&](int64_t n) {
+    a.window = n;
+  })->required();
+  integer(c, "--max-windows", 1, kAny, "Stop after this many windows [all]", [&](int64_t n) { a.max_windows = n; });
+  integer(c, "--separator-id", 0, std::numeric_limits<int32_t>::max(),
+          "Token that ends a document [the model's end token]",
+          [&](int64_t n) { a.separator_id = static_cast<int32_t>(n); });
+  c.add_flag("--json", a.json, "One JSON document instead of text");
+  add_engine(c, a.engine);
+}
+
+void add_tokenize(CLI::App& app, TokenizeArgs& a) {
+  CLI::App& c = *add_command(
+      app, "tokenize",
+      "Show the token ids of a text, and the text that the ids give back.\n\n"
+      "Text that spells a control token, such as <|im_start|>, is ordinary text unless --parse-special is given.",
+      "Examples:\n"
+      "  vivace tokenize --model tests/data/tiny-qwen3-moe --text \"Hello, world!\"\n"
+      "  vivace tokenize --model model.gguf --text \"<|im_start|>user\" --parse-special --json");
+  add_model(c, a.model);
+  c.add_option("--text", a.text, "The text")->required()->type_name("TEXT");
+  c.add_flag("--parse-special", a.parse_special, "Text that spells a control token becomes that token");
+  c.add_flag("--json", a.json, "One JSON document instead of a table");
+}
+
+void add_bench(CLI::App& app, BenchServeArgs& a) {
+  CLI::App& bench = *add_command(app, "bench", "Measure the engine under load.", "");
+  bench.require_subcommand(1);
+  CLI::App& c = *add_command(
+      bench, "serve",
+      "Run many requests at once and measure what each of their users would see.\n\n"
+      "The engine runs in this process. A closed loop keeps --concurrency requests open; an open loop (--rate) sends\n"
+      "them at random times whether or not earlier ones are done, as independent users do. Workloads:\n"
+      "  uniform   128 tokens in, 64 out\n"
+      "  mixed     prompt lengths log-normal (median 96, sigma 1.2), outputs log-normal (median 48, sigma 0.8)\n"
+      "The same seed gives the same requests. End tokens are ignored, so that every output has its drawn length.\n"
+      "TTFT is the time to the first token, ITL each gap between two tokens, TPOT a request's mean gap.",
+      "Examples:\n"
+      "  vivace bench serve --model model.gguf --workload mixed --requests 32 --concurrency 8 --report report.html\n"
+      "  vivace bench serve --model model.gguf --workload uniform --rate 0.5 --json result.json");
+  add(
+      c, "--workload", "NAME", "uniform or mixed [mixed]",
+      [](const std::string& text) -> Result<std::string> {
+        if (text == "uniform" || text == "mixed") return text;
+        return invalid_argument("is '{}', needs uniform or mixed", text);
+      },
+      [&](std::string text) { a.workload = std::move(text); });
+  integer(c, "--requests", 1, 1000000, "Requests to send [64]", [&](int64_t n) { a.requests = n; });
+  auto* concurrency = integer(c, "--concurrency", 1, 100000, "Closed loop: requests open at once [8]",
+                              [&](int64_t n) { a.concurrency = n; });
+  number(c, "--rate", 0, 1e6, true, "Open loop: requests per second, Poisson", [&](double x) {
+    a.rate = x;
+  })->excludes(concurrency);
+  integer(c, "--seed", 0, kAny, "Of lengths, prompts, arrivals and draws [0]",
+          [&](int64_t n) { a.seed = static_cast<uint64_t>(n); });
+  number(c, "--temperature", 0, INFINITY, false, "0 takes the most likely token [0]",
+         [&](double x) { a.temperature = x; });
+  c.add_flag("--watch", a.watch, "Show the text of one request at a time as it streams (on standard error)");
+  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")->type_name("FILE");
+  c.add_option("--report", a.report_file, "Write one self-contained HTML page with plots")->type_name("FILE");
+  add_engine(c, a.engine);
+}
+
+void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain) {
+  CLI::App& c = *add_command(
+      app, "ops",
+      "List the operators and their implementations.\n\n"
+      "Each operator has an ordered table of implementations, called rows. A row states what it needs; the first\n"
+      "row whose needs a call meets runs. `ops explain` says which rows a model's calls meet.",
+      "Examples:\n"
+      "  vivace ops\n"
+      "  vivace ops explain --model model.gguf --batch 8");
+  auto* json = c.add_flag("--json", ops.json, "One JSON document instead of text");
+  c.add_flag("--markdown", ops.markdown, "The page docs/generated/ops.md")->excludes(json);
+  c.require_subcommand(0, 1);
+  CLI::App& e = *add_command(
+      c, "explain",
+      "Say for each layer of a model which row would run each operator in a decode step, and why the rows before\n"
+      "it would not. Layers that agree are shown together.",
+      "Examples:\n"
+      "  vivace ops explain --model model.gguf\n"
+      "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");
+  integer(e, "--batch", 1, 4096, "Requests in the step [1]", [&](int64_t n) { explain.batch = n; });
+  e.add_flag("--json", explain.json, "One JSON document instead of a table");
+  add_engine(e, explain.engine);
+}
+
+void add_doctor(CLI::App& app, DoctorArgs& a) {
+  CLI::App& c = *add_command(
+      app, "doctor",
+      "Say what this machine and this build can do: processor, instruction set, memory, GPUs, which kinds of rows\n"
+      "were compiled in, and what to change.",
+      "Examples:\n"
+      "  vivace doctor\n"
+      "  vivace doctor --model model.gguf --json");
+  c.add_option("--model", a.model, "Also open this model and describe it")->type_name("PATH");
+  c.add_flag("--json", a.json, "One JSON document instead of text");
+}
+
+std::string command_line(int argc, char** argv) {
+  std::string text;
+  for (int i = 0; i < argc; ++i) {
+    const std::string word = argv[i];
+    const bool plain = !word.empty() && word.find_first_not_of(
+                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+                                            "-_./=,:+@%") == std::string::npos;
+    text += (i > 0 ? " " : "");
+    if (plain) {
+      text += word;
+      continue;
+    }
+    text += '\'';
+    for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    text += '\'';
+  }
+  return text;
+}
+
+/// The deepest command that was reached, such as "vivace bench serve".
+const CLI::App* reached(const CLI::App* app, std::string& path) {
+  for (;;) {
+    const auto below = app->get_subcommands();
+    if (below.empty()) return app;
+    app = below.front();
+    path += " " + app->get_name();
+  }
+}
+
+int report_usage_error(const CLI::App& app, const CLI::ParseError& error) {
+  std::string path = "vivace";
+  reached(&app, path);
+  std::fprintf(stderr, "%s: %s\nTry '%s --help'.\n", path.c_str(), error.what(), path.c_str());
+  return 2;
+}
+
+}  // namespace
+
+Parsed parse_command_line(int argc, char** argv) {
+  CLI::App app(
+      "Vivace decodes large language models: a library of operators, an engine with continuous batching over paged\n"
+      "keys and values, and this program.\n\n"
+      "Results go to standard output, progress and messages to standard error. Exit codes: 0 success, 1 failure,\n"
+      "2 a mistake in the command line.",
+      "vivace");
+  app.footer(
+      "Start here:\n"
+      "  vivace doctor                                            what this machine can do\n"
+      "  vivace generate --model model.gguf --chat \"Hello\"        talk to a model\n"
+      "  vivace bench serve --model model.gguf --report out.html  measure it under load\n"
+      "  vivace ops explain --model model.gguf                    which code runs, and why\n\n"
+      "Each command has its own --help with examples.");
+  app.get_formatter()->column_width(30);
+  app.set_version_flag("--version", std::string("vivace ") + VIVACE_VERSION);
+  app.require_subcommand(1);
+  GenerateArgs generate;
+  ScoreArgs score;
+  TokenizeArgs tokenize;
+  BenchServeArgs bench;
+  OpsArgs ops;
+  OpsExplainArgs explain;
+  DoctorArgs doctor;
+  add_generate(app, generate);
+  add_score(app, score);
+  add_tokenize(app, tokenize);
+  add_bench(app, bench);
+  add_ops(app, ops, explain);
+  add_doctor(app, doctor);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {
+    return {std::monostate{}, app.exit(success)};
+  } catch (const CLI::ParseError& error) {
+    return {std::monostate{}, report_usage_error(app, error)};
+  }
+  bench.command = command_line(argc, argv);
+  if (app.got_subcommand("generate")) return {generate};
+  if (app.got_subcommand("score")) return {score};
+  if (app.got_subcommand("tokenize")) return {tokenize};
+  if (app.got_subcommand("bench")) return {bench};
+  if (app.got_subcommand("doctor")) return {doctor};
+  if (app.get_subcommand("ops")->got_subcommand("explain")) return {explain};
+  return {ops};
+}
+
+}  // namespace vivace::cli

@@ -1,0 +1,62 @@
+#include "apps/vivace/explain.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string>
+#include <thread>
+
+#include "src/cpu/thread_pool.h"
+
+namespace vivace::cli {
+
+Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options, const std::vector<int64_t>& batches) {
+  VIVACE_TRY_ASSIGN(const auto checkpoint, model::Checkpoint::open(options.model));
+  Dispatch dispatch;
+  if (!options.prefer.empty()) VIVACE_TRY(dispatch.prefer(options.prefer));
+  const int64_t largest = *std::max_element(batches.begin(), batches.end());
+  model::ModelOptions model_options;
+  model_options.kv_dtype = options.kv_dtype;
+  model_options.exact = options.exact;
+  model_options.deterministic = options.deterministic;
+  model_options.router_mode = options.router_mode;
+  model_options.page_tokens = options.page_tokens;
+  model_options.max_tokens = std::max(options.token_budget, largest);
+  model_options.max_requests = std::max(options.max_batch, largest);
+  model_options.max_model_len = options.max_model_len;
+  VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*checkpoint, model_options));
+  cpu::ThreadPool pool(1);
+  const Stream stream{.device = options.device.starts_with("cuda") ? Device::cuda : Device::cpu,
+                      .threads = &pool,
+                      .dispatch = &dispatch};
+  std::vector<model::OpUse> uses;
+  for (const int64_t batch : batches) {
+    std::vector<model::OpUse> step = model->explain(batch, stream);
+    std::move(step.begin(), step.end(), std::back_inserter(uses));
+  }
+  return uses;
+}
+
+std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op, std::string_view row) {
+  std::vector<Refusal> reasons;
+  const std::string_view preferred = dispatch.preferred(op);
+  for (const OpInfo& info : operators()) {
+    if (info.name != op) continue;
+    const auto ran = std::find_if(info.rows.begin(), info.rows.end(), [&](const RowInfo& r) { return r.name == row; });
+    if (ran == info.rows.end()) return reasons;
+    for (auto before = info.rows.begin(); before != ran; ++before) {
+      std::string reason;
+      if (!preferred.empty()) {
+        reason = fmt::format("--prefer asks for {}", preferred);
+      } else if (before->device != ran->device) {
+        reason = fmt::format("runs on {}", name_of(before->device));
+      } else {
+        for (const Need& need : before->needs) reason += (reason.empty() ? "" : ", ") + describe(need, nullptr);
+      }
+      reasons.push_back({std::string(before->name), reason});
+    }
+  }
+  return reasons;
+}
+
+}  // namespace vivace::cli

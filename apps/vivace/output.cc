@@ -1,0 +1,90 @@
+#include "apps/vivace/output.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "src/core/error.h"
+#include "src/model/tokenizer.h"
+
+namespace vivace::cli {
+
+void write_out(std::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+  std::fflush(stdout);
+}
+
+std::string json_text(const nlohmann::ordered_json& json) {
+  return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
+void print_json(const nlohmann::ordered_json& json) {
+  write_out(json_text(json));
+}
+
+int fail(const Status& status) {
+  std::fprintf(stderr, "vivace: %s\n", status.message().c_str());
+  return kFailure;
+}
+
+void note(const std::string& text) {
+  std::fprintf(stderr, "%s\n", text.c_str());
+}
+
+bool interactive() {
+  static const bool terminal = isatty(STDERR_FILENO) == 1;
+  return terminal;
+}
+
+Status write_file(const std::string& path, std::string_view text) {
+  std::FILE* file = std::fopen(path.c_str(), "wb");
+  if (file == nullptr) return io_error("{}: cannot be written: {}", path, std::strerror(errno));
+  const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  if (std::fclose(file) != 0 || !written) {
+    return io_error("{}: was not written completely: {}", path, std::strerror(errno));
+  }
+  return {};
+}
+
+std::string visible(std::string_view bytes) {
+  model::Utf8Stream stream;
+  const std::string valid = stream.push(bytes) + stream.finish();
+  std::string out;
+  for (const char c : valid) {
+    if (c == '\n') {
+      out += "\\n";
+    } else if (c == '\t') {
+      out += "\\t";
+    } else if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+      out += fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
+    } else {
+      out += c;
+    }
+  }
+  return out;
+}
+
+void ProgressLine::update(double share, const std::string& text) {
+  if (interactive()) {
+    const size_t padding = width_ > text.size() ? width_ - text.size() : 0;
+    std::fprintf(stderr, "\r%s%s", text.c_str(), std::string(padding, ' ').c_str());
+    std::fflush(stderr);
+    width_ = text.size();
+    return;
+  }
+  const int tenth = static_cast<int>(share * 10);
+  if (tenth == tenth_) return;
+  tenth_ = tenth;
+  note(text);
+}
+
+void ProgressLine::finish() {
+  if (interactive() && width_ > 0) std::fprintf(stderr, "\n");
+  width_ = 0;
+}
+
+}  // namespace vivace::cli

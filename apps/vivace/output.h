@@ -1,0 +1,43 @@
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+
+#include "vivace/status.h"
+
+// Where the program's words go. Standard output carries results only.
+
+namespace vivace::cli {
+
+constexpr int kFailure = 1;
+
+/// Writes to standard output and flushes, so that a reader at the other end of a pipe sees it now.
+void write_out(std::string_view text);
+/// One document and a line end. Invalid UTF-8 inside strings becomes U+FFFD.
+void print_json(const nlohmann::ordered_json& json);
+std::string json_text(const nlohmann::ordered_json& json);
+/// "vivace: <message>" on standard error; returns the exit code.
+int fail(const Status& status);
+/// A line on standard error.
+void note(const std::string& text);
+/// Standard error is a terminal: a progress line may be redrawn.
+bool interactive();
+Status write_file(const std::string& path, std::string_view text);
+/// Control characters as escapes and invalid UTF-8 as U+FFFD, so that a token can be shown inside a line.
+std::string visible(std::string_view bytes);
+
+/// A progress line: redrawn on a terminal, else a line now and then.
+class ProgressLine {
+ public:
+  /// `share` in [0, 1] decides how often lines are written when not on a terminal (each tenth).
+  void update(double share, const std::string& text);
+  /// Ends the line; later updates begin a new one.
+  void finish();
+
+ private:
+  int tenth_ = -1;
+  size_t width_ = 0;
+};
+
+}  // namespace vivace::cli

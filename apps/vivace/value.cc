@@ -1,0 +1,102 @@
+#include "apps/vivace/value.h"
+
+#include <charconv>
+#include <cmath>
+#include <limits>
+
+#include "src/core/error.h"
+
+namespace vivace::cli {
+
+namespace {
+
+template <class T>
+bool whole(std::string_view text, T& value) {
+  if (text.starts_with('+')) text.remove_prefix(1);
+  const char* end = text.data() + text.size();
+  const auto [stop, code] = std::from_chars(text.data(), end, value);
+  return code == std::errc() && stop == end && !text.empty();
+}
+
+constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
+
+}  // namespace
+
+Result<int64_t> parse_integer(std::string_view text, int64_t low, int64_t high) {
+  int64_t value = 0;
+  if (whole(text, value) && value >= low && value <= high) return value;
+  if (high == std::numeric_limits<int64_t>::max()) {
+    return invalid_argument("is '{}', needs an integer of at least {}", text, low);
+  }
+  return invalid_argument("is '{}', needs an integer from {} to {}", text, low, high);
+}
+
+Result<double> parse_number(std::string_view text, double low, double high, bool above_low) {
+  double value = 0;
+  const bool fits = whole(text, value) && std::isfinite(value) && (above_low ? value > low : value >= low);
+  if (fits && value <= high) return value;
+  const char* edge = above_low ? "above" : "of at least";
+  if (!std::isfinite(high)) return invalid_argument("is '{}', needs a finite number {} {}", text, edge, low);
+  return invalid_argument("is '{}', needs a number {} {} and at most {}", text, edge, low, high);
+}
+
+Result<int64_t> parse_bytes(std::string_view text) {
+  std::string_view digits = text;
+  int shift = 0;
+  if (!digits.empty()) {
+    switch (digits.back()) {
+      case 'K':
+      case 'k':
+        shift = 10;
+        break;
+      case 'M':
+      case 'm':
+        shift = 20;
+        break;
+      case 'G':
+      case 'g':
+        shift = 30;
+        break;
+      default:
+        break;
+    }
+    if (shift > 0) digits.remove_suffix(1);
+  }
+  int64_t value = 0;
+  if (whole(digits, value) && value > 0 && value <= std::numeric_limits<int64_t>::max() >> shift) {
+    return value << shift;
+  }
+  return invalid_argument("is '{}', needs a positive number of bytes such as 536870912, 512M or 2G", text);
+}
+
+Result<std::vector<int32_t>> parse_ids(std::string_view text) {
+  std::vector<int32_t> ids;
+  std::string_view rest = text;
+  for (;;) {
+    const size_t comma = rest.find(',');
+    std::string_view item = rest.substr(0, comma);
+    while (item.starts_with(' ')) item.remove_prefix(1);
+    while (item.ends_with(' ')) item.remove_suffix(1);
+    int64_t id = 0;
+    if (!whole(item, id) || id < 0 || id > kMaxId) {
+      return invalid_argument("has '{}' at position {}, needs token ids of at least 0 joined by commas, such as 1,2,3",
+                              item, ids.size());
+    }
+    ids.push_back(static_cast<int32_t>(id));
+    if (comma == std::string_view::npos) return ids;
+    rest.remove_prefix(comma + 1);
+  }
+}
+
+Result<std::pair<int32_t, float>> parse_bias(std::string_view text) {
+  const size_t equal = text.find('=');
+  int64_t id = 0;
+  float bias = 0;
+  if (equal != std::string_view::npos && whole(text.substr(0, equal), id) && id >= 0 && id <= kMaxId &&
+      whole(text.substr(equal + 1), bias) && std::isfinite(bias)) {
+    return std::pair<int32_t, float>(static_cast<int32_t>(id), bias);
+  }
+  return invalid_argument("is '{}', needs ID=BIAS with a token id and a finite number, such as 17=-2.5", text);
+}
+
+}  // namespace vivace::cli

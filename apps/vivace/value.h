@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "vivace/status.h"
+
+// Values of the command line from text. A failure says what was given and what would fit; the caller adds the flag.
+
+namespace vivace::cli {
+
+/// A decimal integer in [low, high]; nothing may follow it.
+Result<int64_t> parse_integer(std::string_view text, int64_t low, int64_t high);
+/// A finite decimal number in [low, high], or in (low, high] when `above_low`.
+Result<double> parse_number(std::string_view text, double low, double high, bool above_low = false);
+/// "512M": an integer with an optional suffix K, M or G (powers of 1024).
+Result<int64_t> parse_bytes(std::string_view text);
+/// "1,2,3": token ids, at least one.
+Result<std::vector<int32_t>> parse_ids(std::string_view text);
+/// "17=-2.5": a token id and a finite number.
+Result<std::pair<int32_t, float>> parse_bias(std::string_view text);
+
+}  // namespace vivace::cli

@@ -1,0 +1,149 @@
+#include "src/bench/metrics.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+
+namespace vivace::bench {
+
+namespace {
+
+constexpr int kTimelineBins = 120;
+constexpr double kMs = 1000;
+
+/// The time at which a request stopped or started generating, and by how much the count changes.
+struct Change {
+  double time;
+  int delta;
+};
+
+std::vector<BatchPoint> measure_by_batch(const std::vector<RequestRecord>& requests) {
+  std::vector<Change> changes;
+  struct Gap {
+    double middle, length;
+  };
+  std::vector<Gap> gaps;
+  for (const RequestRecord& r : requests) {
+    if (r.chunk_s.size() < 2) continue;
+    changes.push_back({r.chunk_s.front(), 1});
+    changes.push_back({r.chunk_s.back(), -1});
+    for (size_t i = 1; i < r.chunk_s.size(); ++i) {
+      gaps.push_back({(r.chunk_s[i] + r.chunk_s[i - 1]) / 2, r.chunk_s[i] - r.chunk_s[i - 1]});
+    }
+  }
+  std::sort(changes.begin(), changes.end(), [](const Change& a, const Change& b) { return a.time < b.time; });
+  std::sort(gaps.begin(), gaps.end(), [](const Gap& a, const Gap& b) { return a.middle < b.middle; });
+  std::map<int64_t, std::vector<double>> lengths;
+  size_t change = 0;
+  int64_t generating = 0;
+  for (const Gap& gap : gaps) {
+    for (; change < changes.size() && changes[change].time <= gap.middle; ++change) {
+      generating += changes[change].delta;
+    }
+    lengths[std::max<int64_t>(1, generating)].push_back(gap.length * kMs);
+  }
+  std::vector<BatchPoint> points;
+  for (auto& [batch, values] : lengths) {
+    std::sort(values.begin(), values.end());
+    points.push_back({batch, static_cast<int64_t>(values.size()), percentile(values, 50),
+                      percentile(values, 10), percentile(values, 90)});
+  }
+  return points;
+}
+
+/// Adds the part of [begin, end) that falls into each bin, as a share of the bin's width.
+void spread(std::vector<TimelineBin>& bins, double TimelineBin::*field, double begin, double end) {
+  if (bins.empty() || end <= begin) return;
+  const double width = bins.front().width_s;
+  const int64_t last = static_cast<int64_t>(bins.size()) - 1;
+  const int64_t from = std::clamp<int64_t>(static_cast<int64_t>(begin / width), 0, last);
+  const int64_t to = std::clamp<int64_t>(static_cast<int64_t>(end / width), 0, last);
+  for (int64_t i = from; i <= to; ++i) {
+    TimelineBin& bin = bins[static_cast<size_t>(i)];
+    const double overlap = std::min(end, bin.start_s + width) - std::max(begin, bin.start_s);
+    bin.*field += std::max(0.0, overlap) / width;
+  }
+}
+
+std::vector<TimelineBin> measure_timeline(const LoadResult& result) {
+  std::vector<TimelineBin> bins;
+  double end = 0;
+  for (const RequestRecord& r : result.requests) end = std::max(end, r.end_s);
+  if (end <= 0) return bins;
+  bins.resize(kTimelineBins);
+  const double width = end / kTimelineBins;
+  for (int i = 0; i < kTimelineBins; ++i) bins[i] = {i * width, width};
+  for (const RequestRecord& r : result.requests) {
+    spread(bins, &TimelineBin::open, r.start_s, r.end_s);
+    if (r.chunk_s.empty()) continue;
+    spread(bins, &TimelineBin::generating, r.chunk_s.front(), r.chunk_s.back());
+    for (const double time : r.chunk_s) {
+      const int64_t bin = std::clamp<int64_t>(static_cast<int64_t>(time / width), 0, kTimelineBins - 1);
+      bins[static_cast<size_t>(bin)].tokens_per_s += 1 / width;
+    }
+  }
+  return bins;
+}
+
+}  // namespace
+
+double percentile(const std::vector<double>& sorted, double q) {
+  if (sorted.empty()) return NAN;
+  const double position = q / 100 * static_cast<double>(sorted.size() - 1);
+  const size_t below = static_cast<size_t>(position);
+  const size_t above = std::min(below + 1, sorted.size() - 1);
+  return sorted[below] + (sorted[above] - sorted[below]) * (position - static_cast<double>(below));
+}
+
+Distribution distribution_of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  Distribution d;
+  d.median = percentile(values, 50);
+  d.p90 = percentile(values, 90);
+  d.p99 = percentile(values, 99);
+  d.mean = values.empty()
+               ? NAN
+               : std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+  d.values = std::move(values);
+  return d;
+}
+
+Metrics measure(const LoadResult& result) {
+  Metrics m;
+  m.requests = static_cast<int64_t>(result.requests.size());
+  m.duration_s = result.duration_s;
+  std::vector<double> ttft, tpot, itl, e2e;
+  for (const RequestRecord& r : result.requests) {
+    if (!r.error.empty()) {
+      ++m.failures;
+      continue;
+    }
+    m.prompt_tokens += r.prompt_tokens;
+    m.output_tokens += r.completion_tokens;
+    m.cached_tokens += r.cached_tokens;
+    if (r.chunk_s.empty()) continue;
+    ttft.push_back((r.chunk_s.front() - r.start_s) * kMs);
+    e2e.push_back((r.chunk_s.back() - r.start_s) * kMs);
+    if (r.completion_tokens > 1) {
+      tpot.push_back((r.chunk_s.back() - r.chunk_s.front()) * kMs /
+                     static_cast<double>(r.completion_tokens - 1));
+    }
+    for (size_t i = 1; i < r.chunk_s.size(); ++i) itl.push_back((r.chunk_s[i] - r.chunk_s[i - 1]) * kMs);
+  }
+  if (m.duration_s > 0) {
+    m.throughput_tok_s = static_cast<double>(m.output_tokens) / m.duration_s;
+    m.total_tok_s = static_cast<double>(m.output_tokens + m.prompt_tokens) / m.duration_s;
+    m.request_s = static_cast<double>(m.requests - m.failures) / m.duration_s;
+    m.mean_concurrency = std::accumulate(e2e.begin(), e2e.end(), 0.0) / kMs / m.duration_s;
+  }
+  m.ttft_ms = distribution_of(std::move(ttft));
+  m.tpot_ms = distribution_of(std::move(tpot));
+  m.itl_ms = distribution_of(std::move(itl));
+  m.e2e_ms = distribution_of(std::move(e2e));
+  m.by_batch = measure_by_batch(result.requests);
+  m.timeline = measure_timeline(result);
+  return m;
+}
+
+}  // namespace vivace::bench

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "src/bench/load.h"
+#include "src/bench/metrics.h"
+#include "vivace/dispatch.h"
+#include "vivace/engine.h"
+
+namespace vivace::bench {
+
+/// Which implementation ran an operator during the run, and why it was that one.
+struct RowUse {
+  std::string op, row;
+  int64_t calls = 0;
+  std::vector<Refusal> refused;  ///< the rows tried before it, each with its reason
+};
+
+/// A finished run with everything that is needed to repeat it.
+struct Report {
+  std::string model;          ///< as given
+  std::string model_summary;  ///< format, architecture, number of tensors
+  std::string command;        ///< the command line
+  std::string version, when;  ///< when: ISO 8601, UTC
+  std::string machine;        ///< processor, instruction set, memory
+  int threads = 0;
+  std::string workload;
+  uint64_t seed = 0;
+  int64_t concurrency = 0;  ///< 0 in an open loop
+  double rate = 0;          ///< requests per second in an open loop
+  double load_s = 0;        ///< from the start of the program until the engine was ready
+  int64_t peak_memory_bytes = 0;
+  int64_t mapped_bytes = 0;  ///< of the model's files, part of the peak
+  std::vector<std::pair<std::string, std::string>> settings;  ///< other options, in order
+  Metrics metrics;
+  LoadResult load;
+  EngineStats engine;
+  std::vector<RowUse> rows;
+};
+
+nlohmann::ordered_json to_json(const Report& report);
+/// The tables that the command prints: latencies, totals, rows. `width` limits long lines.
+std::string to_text(const Report& report);
+/// One self-contained page: no scripts, no network, light and dark.
+std::string to_html(const Report& report);
+
+}  // namespace vivace::bench

@@ -1,0 +1,55 @@
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "src/bench/report.h"
+
+namespace vivace::bench {
+
+namespace {
+
+std::string ms(double value) {
+  return std::isfinite(value) ? fmt::format("{:.1f}", value) : "-";
+}
+
+std::string why(const RowUse& use) {
+  std::string text;
+  for (const Refusal& r : use.refused) text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", r.row, r.reason);
+  return text.empty() ? "first in the table" : text;
+}
+
+}  // namespace
+
+std::string to_text(const Report& report) {
+  const Metrics& m = report.metrics;
+  std::string out = fmt::format("{:<26}{:>10}{:>10}{:>10}\n", "latency (ms)", "median", "P90", "P99");
+  const auto line = [&](const char* name, const Distribution& d) {
+    out += fmt::format("{:<26}{:>10}{:>10}{:>10}\n", name, ms(d.median), ms(d.p90), ms(d.p99));
+  };
+  line("TTFT  first token", m.ttft_ms);
+  line("TPOT  per output token", m.tpot_ms);
+  line("ITL   between tokens", m.itl_ms);
+  out += fmt::format("\n{:<26}{:>10.1f} tok/s generated, {:.1f} tok/s with prompts\n", "throughput",
+                     m.throughput_tok_s, m.total_tok_s);
+  out += fmt::format("{:<26}{:>10} of which {} failed\n", "requests", m.requests, m.failures);
+  out += fmt::format("{:<26}{:>10} in, {} out, {} from the prefix cache\n", "tokens", m.prompt_tokens,
+                     m.output_tokens, m.cached_tokens);
+  out += fmt::format("{:<26}{:>10.2f} s, {:.1f} requests open on average\n", "duration", m.duration_s,
+                     m.mean_concurrency);
+  out += fmt::format("{:<26}{:>10.1f} MiB, of which the model file maps {:.1f}\n", "peak memory",
+                     static_cast<double>(report.peak_memory_bytes) / 0x1p20,
+                     static_cast<double>(report.mapped_bytes) / 0x1p20);
+  size_t op_width = 8, row_width = 3;
+  for (const RowUse& use : report.rows) {
+    op_width = std::max(op_width, use.op.size());
+    row_width = std::max(row_width, use.row.size());
+  }
+  out += fmt::format("\n{:<{}}  {:<{}}  {:>10}  {}\n", "operator", op_width, "row", row_width, "calls",
+                     "why not a row before it");
+  for (const RowUse& use : report.rows) {
+    out += fmt::format("{:<{}}  {:<{}}  {:>10}  {}\n", use.op, op_width, use.row, row_width, use.calls, why(use));
+  }
+  return out;
+}
+
+}  // namespace vivace::bench
