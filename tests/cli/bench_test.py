@@ -1,0 +1,69 @@
+"""bench serve: JSON, report, both loops."""
+
+import json
+import pathlib
+import re
+import tempfile
+
+from vivace import Case, HY3, QWEN, main
+
+
+class BenchServe(Case):
+    def bench(self, *args):
+        return self.ok("bench", "serve", *args, "--json", "-").json
+
+    def test_closed_loop_json(self):
+        got = self.bench("--model", HY3, "--workload", "mixed", "--requests", 12, "--concurrency", 4, "--seed", 2,
+                         "--max-model-len", 512)
+        self.assertEqual(got["requests"], 12)
+        self.assertEqual(got["failures"], 0)
+        for key in ["duration_s", "throughput_tok_s", "peak_memory_bytes"]:
+            self.assertGreater(got[key], 0, key)
+        for key in ["ttft_ms", "tpot_ms", "itl_ms"]:
+            self.assertLessEqual(got[key]["median"], got[key]["p90"], key)
+            self.assertLessEqual(got[key]["p90"], got[key]["p99"], key)
+        ops = {row["op"] for row in got["rows"]}
+        self.assertLessEqual({"rms_norm", "linear", "attention_decode", "fused_moe", "sampler"}, ops)
+        for row in got["rows"]:
+            self.assertGreater(row["calls"], 0)
+            self.assertTrue(row["row"])
+            for refusal in row["refused"]:
+                self.assertTrue(refusal["row"] and refusal["reason"], row)
+        self.assertEqual(sum(r["completion_tokens"] for r in got["per_request"]), got["output_tokens"])
+        self.assertLessEqual(max(r["prompt_tokens"] + r["completion_tokens"] for r in got["per_request"]), 512)
+        again = self.bench("--model", HY3, "--requests", 12, "--concurrency", 2, "--seed", 2, "--max-model-len", 512)
+        lengths = [[(r["prompt_tokens"], r["completion_tokens"]) for r in run["per_request"]] for run in (got, again)]
+        self.assertEqual(lengths[0], lengths[1], "the seed decides the lengths")
+
+    def test_uniform_open_loop(self):
+        got = self.bench("--model", HY3, "--workload", "uniform", "--requests", 4, "--rate", 50)
+        self.assertEqual(got["prompt_tokens"], 4 * 128)
+        self.assertEqual(got["output_tokens"], 4 * 64)
+        self.assertEqual(got["rate"], 50)
+        self.assertIsNone(got["concurrency"])
+
+    def test_report_and_text(self):
+        with tempfile.TemporaryDirectory() as folder:
+            report, results = pathlib.Path(folder, "r.html"), pathlib.Path(folder, "r.json")
+            run = self.ok("bench", "serve", "--model", QWEN, "--requests", 6, "--concurrency", 3, "--max-model-len", 256,
+                          "--report", report, "--json", results, "--watch")
+            self.assertIn("TPOT", run.text)
+            self.assertIn("rms_norm", run.text)
+            self.assertIn("> ", run.err, "--watch shows text on standard error")
+            self.assertEqual(json.loads(results.read_text())["requests"], 6)
+            html = report.read_text()
+        self.assertGreaterEqual(html.count("<svg"), 7)
+        self.assertEqual(html.count("<svg"), html.count("</svg>"))
+        self.assertNotIn("<script", html)
+        self.assertIsNone(re.search(r"(src|href)=|url\(|@import|https?:", html), "the page stands alone")
+        self.assertIn("prefers-color-scheme:dark", html)
+        self.assertNotIn("nan", re.sub(r"<title>.*?</title>", "", html).lower().replace("financ", ""))
+
+    def test_failures_are_counted(self):
+        run = self.fails(1, "192", "bench", "serve", "--model", HY3, "--workload", "uniform", "--max-model-len", 100)
+        self.assertIn("100", run.err)
+        self.assertEqual(self.fails(1, "/nowhere", "bench", "serve", "--model", "/nowhere").out, b"")
+
+
+if __name__ == "__main__":
+    main()

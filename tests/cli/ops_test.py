@@ -1,0 +1,64 @@
+"""ops, ops explain, doctor, and the generated page of operators."""
+
+from vivace import Case, HY3, QWEN, ROOT, main
+
+
+class Ops(Case):
+    def test_generated_page_is_current(self):
+        page = ROOT / "docs" / "generated" / "ops.md"
+        self.assertEqual(page.read_text(), self.ok("ops", "--markdown").text,
+                         "stale: build/bin/vivace ops --markdown > docs/generated/ops.md")
+
+    def test_json(self):
+        ops = self.ok("ops", "--json").json
+        names = [op["op"] for op in ops]
+        for name in ["rms_norm", "linear", "attention_prologue", "attention_prefill", "attention_decode",
+                     "decode_schedule", "router_gemm", "route_top_k", "fused_moe", "silu_mul", "sampler"]:
+            self.assertIn(name, names)
+            self.assertTrue((ROOT / "include" / "vivace" / f"{name}.h").exists(), name)
+        for op in ops:
+            self.assertEqual(op["rows"][-1]["row"], "reference", op["op"])
+            self.assertEqual(op["rows"][-1]["needs"], [], "the reference refuses nothing on its device")
+        self.assertIn("rms_norm", self.ok("ops").text)
+
+    def test_every_operator_has_its_folder(self):
+        for op in self.ok("ops", "--json").json:
+            self.assertTrue((ROOT / "src" / "ops" / op["op"] / "table.h").exists() or op["op"] == "embedding", op["op"])
+
+
+class Explain(Case):
+    def test_json(self):
+        for model, layers in [(QWEN, 4), (HY3, 3)]:
+            uses = self.ok("ops", "explain", "--model", model, "--batch", 3, "--json").json
+            for use in uses:
+                self.assertEqual(set(use), {"layer", "op", "row", "batch", "refused"})
+                self.assertTrue(use["row"], use)
+                for refusal in use["refused"]:
+                    self.assertEqual(set(refusal), {"row", "reason"})
+            self.assertEqual({use["layer"] for use in uses if use["layer"] >= 0}, set(range(layers)))
+            self.assertIn("fused_moe", {use["op"] for use in uses})
+
+    def test_table_folds_layers(self):
+        text = self.ok("ops", "explain", "--model", QWEN).text
+        self.assertIn("layers 0-3", text)
+
+    def test_prefer(self):
+        uses = self.ok("ops", "explain", "--model", QWEN, "--prefer", "rms_norm=reference", "--json").json
+        self.assertEqual({use["row"] for use in uses if use["op"] == "rms_norm"}, {"reference"})
+
+
+class Doctor(Case):
+    def test_json(self):
+        got = self.ok("doctor", "--model", QWEN, "--json").json
+        self.assertGreaterEqual(got["cores"], 1)
+        self.assertGreater(got["memory_bytes"], 0)
+        self.assertGreater(got["cpu_rows"], 0)
+        self.assertIn("qwen3_moe", got["model"]["summary"])
+
+    def test_text_says_whether_there_are_cuda_rows(self):
+        rows = self.ok("doctor", "--json").json["cuda_rows"]
+        self.assertIn("none for cuda in this build" if rows == 0 else f"{rows} for cuda", self.ok("doctor").text)
+
+
+if __name__ == "__main__":
+    main()

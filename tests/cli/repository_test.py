@@ -1,0 +1,109 @@
+"""The repository as a whole: layers, what the program links, and that the documents describe what exists."""
+
+import re
+import shlex
+import subprocess
+
+from vivace import BINARY, Case, ROOT, SANITIZED, main, vivace
+
+# A layer may include itself and those before it. `bench` drives engines and servers.
+LAYERS = ["include", "core", "device", "cpu", "comm", "ops", "model", "engine", "bench", "server", "c_api", "apps"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+
+
+def layer_of(path):
+    parts = path.split("/")
+    if parts[0] in ("include", "vivace"):
+        return "include"
+    if parts[0] == "apps":
+        return "apps"
+    return parts[1] if parts[0] == "src" else None
+
+
+class Layers(Case):
+    def test_includes_point_upwards_only(self):
+        wrong, seen = [], 0
+        for folder in ["include", "src", "apps"]:
+            for path in sorted((ROOT / folder).rglob("*")):
+                if path.suffix not in (".h", ".cc", ".cu", ".cuh"):
+                    continue
+                name = str(path.relative_to(ROOT))
+                mine = LAYERS.index(layer_of(name))
+                for line in path.read_text().splitlines():
+                    match = re.match(r'\s*#include "((?:src|apps|vivace)/[^"]+)"', line)
+                    if not match:
+                        continue
+                    seen += 1
+                    if LAYERS.index(layer_of(match[1])) > mine:
+                        wrong.append(f"{name} includes {match[1]}")
+        self.assertEqual(wrong, [])
+        self.assertGreater(seen, 100, "the pattern finds includes")
+
+    def test_public_headers_are_free_of_third_parties(self):
+        for path in (ROOT / "include").rglob("*.h"):
+            for header in re.findall(r"#include <([^>]+)>", path.read_text()):
+                self.assertNotRegex(header, r"cuda|torch|cutlass|nlohmann|fmt|hwy|spdlog", path.name)
+
+    def test_every_layer_has_a_page(self):
+        for folder in (ROOT / "src").iterdir():
+            self.assertTrue((folder / "README.md").exists(), folder)
+        for folder in (ROOT / "src" / "ops").iterdir():
+            if folder.is_dir():
+                self.assertTrue((folder / "README.md").exists(), folder)
+
+
+class Program(Case):
+    def test_links_only_what_every_linux_has(self):
+        if SANITIZED:
+            self.skipTest("a sanitizer brings its own libraries")
+        listing = subprocess.run(["readelf", "-d", BINARY], capture_output=True, text=True, check=True).stdout
+        needed = set(re.findall(r"NEEDED.*\[(.+?)\]", listing))
+        allowed = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2",
+                   "ld-linux-aarch64.so.1"}
+        self.assertLessEqual(needed, allowed)
+
+
+def commands(document):
+    """The command lines of a document's code blocks, continuation lines joined."""
+    text = (ROOT / document).read_text()
+    for block in re.findall(r"```(?:sh|bash|console)?\n(.*?)```", text, re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.strip().removeprefix("$ ")
+
+
+class Documents(Case):
+    def test_commands_exist(self):
+        checked = 0
+        for document in DOCUMENTS:
+            for line in commands(document):
+                words = shlex.split(line, comments=True) if line.startswith(("./run", "vivace", "build/bin/vivace")) else []
+                if not words:
+                    continue
+                checked += 1
+                if words[0] == "./run":
+                    self.assertRegex((ROOT / "run").read_text(), rf"(?m)^\s+{re.escape(words[1])}\)", f"{document}: {line}")
+                    continue
+                flags = [w.split("=")[0] for w in words if w.startswith("--")]
+                command = []
+                for word in words[1:]:
+                    if word.startswith("-"):
+                        break
+                    command.append(word)
+                help_text = vivace(*command, "--help")
+                self.assertEqual(help_text.code, 0, f"{document}: {line}")
+                for flag in flags:
+                    self.assertIn(flag, help_text.text, f"{document}: {line}")
+        self.assertGreater(checked, 8)
+
+    def test_links_and_named_files_exist(self):
+        for document in DOCUMENTS + [str(p.relative_to(ROOT)) for p in (ROOT / "src").rglob("README.md")]:
+            path = ROOT / document
+            for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text()):
+                if not re.match(r"https?:", target):
+                    self.assertTrue((path.parent / target).exists(), f"{document} links to {target}")
+            for target in re.findall(r"`((?:src|include|apps|tests|docs|tools|cmake|bench)/[\w./-]+\.\w+)`", path.read_text()):
+                self.assertTrue((ROOT / target).exists(), f"{document} names {target}")
+
+
+if __name__ == "__main__":
+    main()

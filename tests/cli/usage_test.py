@@ -1,0 +1,126 @@
+"""Help, exit codes and what the program says about values that do not fit."""
+
+import unittest
+
+from vivace import Case, HY3, QWEN, main, vivace
+
+COMMANDS = ["generate", "score", "tokenize", "bench", "bench serve", "ops", "ops explain", "doctor"]
+GENERATE = ["generate", "--model", HY3, "--prompt-ids", "1,2,3"]
+
+
+class Help(Case):
+    def test_help_teaches(self):
+        top = self.ok("--help").text
+        for command in ["generate", "score", "tokenize", "bench", "ops", "doctor"]:
+            self.assertIn(command, top)
+        for command in COMMANDS:
+            text = self.ok(*command.split(), "--help").text
+            self.assertIn("Usage:", text, command)
+            if command != "bench":
+                self.assertIn("Example", text, command)
+            self.assertLess(max(map(len, text.splitlines())), 160, command)
+
+    def test_version(self):
+        self.assertRegex(self.ok("--version").text, r"^vivace \d+\.\d+\.\d+\n$")
+
+    def test_every_model_command_takes_the_common_options(self):
+        for command in ["generate", "score", "bench serve", "ops explain"]:
+            text = self.ok(*command.split(), "--help").text
+            for flag in ["--device", "--dtype", "--kv-dtype", "--threads", "--deterministic", "--router-mode", "--prefer",
+                         "--max-model-len", "--exact", "--max-batch", "--kv-memory", "--page-tokens", "--token-budget"]:
+                self.assertIn(flag, text, command)
+
+
+class UsageErrors(Case):
+    def test_no_command(self):
+        self.fails(2, "subcommand")
+
+    def test_unknown_command_and_flag(self):
+        self.fails(2, "dance", "dance")
+        self.fails(2, "--tempo", *GENERATE, "--tempo", "1")
+
+    def test_missing_model_and_prompt(self):
+        self.fails(2, "--model is required", "generate", "--prompt", "x")
+        self.fails(2, "one of --prompt, --prompt-ids and --chat is needed", "generate", "--model", HY3)
+        self.fails(2, "--chat", "generate", "--model", QWEN, "--prompt", "x", "--chat", "y")
+
+    def test_values_that_do_not_fit(self):
+        wrong = {
+            "--temperature": (["nan", "-1", "inf", "warm", ""], "needs a finite number of at least 0"),
+            "--max-tokens": (["-1", "0", "1.5", "many", "99999999999999999999"], "needs an integer of at least 1"),
+            "--top-p": (["0", "1.01", "nan"], "needs a number above 0 and at most 1"),
+            "--min-p": (["-0.1", "2"], "needs a number of at least 0 and at most 1"),
+            "--top-k": (["-1"], "needs an integer of at least 0"),
+            "--seed": (["-1", "x"], "needs an integer of at least 0"),
+            "--logprobs": (["21", "-1"], "needs an integer from 0 to 20"),
+            "--repetition-penalty": (["0", "-1"], "needs a finite number above 0"),
+            "--presence-penalty": (["2.5"], "needs a number of at least -2 and at most 2"),
+            "--frequency-penalty": (["-3"], "needs a number of at least -2 and at most 2"),
+            "--logit-bias": (["5", "x=1", "-1=1", "3=inf"], "needs ID=BIAS"),
+            "--prompt-ids": (["1,x", "1,,2", "-1", "1,2,", "4294967296"], "needs token ids"),
+            "--device": (["gpu", "cuda:x"], "needs cpu, cuda or cuda:N"),
+            "--dtype": (["bf16", "int4"], "needs auto or f32"),
+            "--kv-dtype": (["fp8", "q4"], "needs f32 or bf16"),
+            "--threads": (["0", "-2", "x"], "needs an integer from 1 to 1024"),
+            "--router-mode": (["fast"], "needs exact or two_term"),
+            "--max-model-len": (["0"], "needs an integer of at least 1"),
+            "--max-batch": (["0"], "needs an integer from 1"),
+            "--token-budget": (["0"], "needs an integer from 1"),
+            "--page-tokens": (["3", "0", "512"], "needs a power of two from 1 to 256"),
+            "--kv-memory": (["0", "1T", "x", "99999999999G"], "needs a positive number of bytes"),
+            "--prefer": (["linear", "nothing=cpu", "linear=tpu"], "--prefer"),
+        }
+        for flag, (values, needs) in wrong.items():
+            for value in values:
+                with self.subTest(flag=flag, value=value):
+                    base = ["generate", "--model", HY3] if flag == "--prompt-ids" else GENERATE
+                    run = self.fails(2, needs, *base, flag, value)
+                    self.assertIn(flag, run.err)
+                    if value:
+                        self.assertIn(value.rstrip(","), run.err)
+
+    def test_bench_and_score_values(self):
+        bench = ["bench", "serve", "--model", HY3]
+        self.fails(2, "needs uniform or mixed", *bench, "--workload", "bursty")
+        self.fails(2, "needs an integer from 1", *bench, "--requests", "0")
+        self.fails(2, "--rate is '0'", *bench, "--rate", "0")
+        self.fails(2, "--concurrency", *bench, "--rate", "1", "--concurrency", "2")
+        score = ["score", "--model", HY3, "--text-file", HY3 / "config.json"]
+        self.fails(2, "--window", *score)
+        self.fails(2, "needs an integer of at least 2", *score, "--window", "1")
+
+
+class Failures(Case):
+    def test_model_that_is_not_there(self):
+        for command in [["generate", "--prompt", "x"], ["tokenize", "--text", "x"], ["bench", "serve"],
+                        ["ops", "explain"], ["doctor"], ["score", "--text-file", "x", "--window", "8"]]:
+            self.fails(1, "/nowhere/model.gguf", *command, "--model", "/nowhere/model.gguf")
+
+    def test_folder_without_config(self):
+        self.fails(1, "config.json", "generate", "--model", HY3.parent, "--prompt", "x")
+
+    def test_file_that_is_no_model(self):
+        run = vivace("generate", "--model", QWEN / "sample.txt", "--prompt", "x")
+        self.assertEqual(run.code, 1)
+        self.assertIn("sample.txt", run.err)
+
+    def test_model_without_tokenizer(self):
+        self.fails(1, "no tokenizer", "generate", "--model", HY3, "--prompt", "x")
+        self.fails(1, "no tokenizer", "tokenize", "--model", HY3, "--text", "x")
+
+    def test_model_without_chat_template(self):
+        self.fails(1, "no chat template", "generate", "--model", QWEN, "--chat", "x")
+
+    def test_id_outside_the_vocabulary(self):
+        self.fails(1, "999999", "generate", "--model", HY3, "--prompt-ids", "1,999999")
+
+    def test_prompt_beyond_the_context(self):
+        run = self.fails(1, "16", *GENERATE, "--max-model-len", "16", "--max-tokens", "14")
+        self.assertIn("14", run.err)
+
+    def test_preferred_row_that_does_not_fit(self):
+        self.fails(1, "cuda", *GENERATE, "--device", "cuda")
+
+
+if __name__ == "__main__":
+    main()
