@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <string>
-#include <thread>
 
 #include "src/cpu/thread_pool.h"
+#include "src/engine/model_runner.h"
 
 namespace vivace::cli {
 
@@ -15,15 +15,9 @@ Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options, co
   Dispatch dispatch;
   if (!options.prefer.empty()) VIVACE_TRY(dispatch.prefer(options.prefer));
   const int64_t largest = *std::max_element(batches.begin(), batches.end());
-  model::ModelOptions model_options;
-  model_options.kv_dtype = options.kv_dtype;
-  model_options.exact = options.exact;
-  model_options.deterministic = options.deterministic;
-  model_options.router_mode = options.router_mode;
-  model_options.page_tokens = options.page_tokens;
-  model_options.max_tokens = std::max(options.token_budget, largest);
-  model_options.max_requests = std::max(options.max_batch, largest);
-  model_options.max_model_len = options.max_model_len;
+  model::ModelOptions model_options = engine::model_options_of(options);
+  model_options.max_tokens = std::max(model_options.max_tokens, largest);
+  model_options.max_requests = std::max(model_options.max_requests, largest);
   VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*checkpoint, model_options));
   cpu::ThreadPool pool(1);
   const Stream stream{.device = options.device.starts_with("cuda") ? Device::cuda : Device::cpu,

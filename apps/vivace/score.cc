@@ -1,0 +1,77 @@
+#include "src/model/score.h"
+
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "apps/vivace/commands.h"
+#include "apps/vivace/machine.h"
+#include "apps/vivace/model_files.h"
+#include "apps/vivace/output.h"
+#include "src/core/error.h"
+#include "src/cpu/thread_pool.h"
+#include "src/engine/model_runner.h"
+#include "src/model/mapped_file.h"
+#include "src/model/model.h"
+
+namespace vivace::cli {
+
+namespace {
+
+Result<int32_t> separator_of(const ScoreArgs& args, const model::ModelConfig& config) {
+  if (!args.separator_id && config.eos_ids.empty()) {
+    return not_found("--separator-id: the model names no end token; give the id that ends a document");
+  }
+  const int32_t id = args.separator_id ? *args.separator_id : config.eos_ids.front();
+  if (id >= config.vocab) {
+    return invalid_argument("--separator-id is {}, needs an id below the vocabulary of {}", id, config.vocab);
+  }
+  return id;
+}
+
+Result<model::ScoreResult> run_score(const ScoreArgs& args) {
+  const EngineOptions& o = args.engine;
+  if (o.device != "cpu") {
+    return unsupported("--device is '{}', needs cpu: this build has no other rows", o.device);
+  }
+  VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(o.model));
+  VIVACE_TRY(need_tokenizer(files, o.model, "score needs one to read the text"));
+  VIVACE_TRY_ASSIGN(const int32_t separator, separator_of(args, files.checkpoint->config()));
+  auto text_file = model::MappedFile::open(args.text_file);
+  if (!text_file.ok()) return text_file.status().at("--text-file");
+  const std::span<const uint8_t> bytes = (*text_file)->bytes();
+
+  model::ModelOptions options = engine::model_options_of(o);
+  options.max_requests = 1;
+  VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*files.checkpoint, options));
+  VIVACE_TRY_ASSIGN(const std::vector<int32_t> ids,
+                    model::score_ids(*files.tokenizer,
+                                     {reinterpret_cast<const char*>(bytes.data()), bytes.size()}, separator));
+  Dispatch dispatch;
+  if (!o.prefer.empty()) VIVACE_TRY(dispatch.prefer(o.prefer));
+  cpu::ThreadPool pool(o.threads > 0 ? o.threads : this_machine().cores);
+  const Stream stream{.threads = &pool, .dispatch = &dispatch};
+  ProgressLine line;
+  model::ScoreOptions score_options{.window = args.window, .max_windows = args.max_windows};
+  score_options.progress = [&](int64_t done, int64_t total) {
+    line.update(static_cast<double>(done) / static_cast<double>(total), fmt::format("{} of {} windows", done, total));
+  };
+  auto result = model::score(*model, ids, score_options, stream);
+  line.finish();
+  return result;
+}
+
+}  // namespace
+
+int run(const ScoreArgs& args) {
+  const Result<model::ScoreResult> result = run_score(args);
+  if (!result.ok()) return fail(result.status());
+  if (args.json) {
+    print_json({{"perplexity", result->perplexity}, {"tokens", result->tokens}});
+  } else {
+    write_out(fmt::format("perplexity {:.4f} over {} predictions\n", result->perplexity, result->tokens));
+  }
+  return 0;
+}
+
+}  // namespace vivace::cli
