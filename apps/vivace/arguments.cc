@@ -37,8 +37,8 @@ CLI::Option* add(CLI::App& app, const std::string& flag, const std::string& type
       ->type_name(type);
 }
 
-CLI::Option* integer(CLI::App& app, const std::string& flag, int64_t low, int64_t high, const std::string& help,
-                     std::function<void(int64_t)> use) {
+CLI::Option* integer(CLI::App& app, const std::string& flag, int64_t low, int64_t high,
+                     const std::string& help, std::function<void(int64_t)> use) {
   return add(
       app, flag, "N", help, [=](const std::string& text) { return parse_integer(text, low, high); }, use);
 }
@@ -46,7 +46,8 @@ CLI::Option* integer(CLI::App& app, const std::string& flag, int64_t low, int64_
 CLI::Option* number(CLI::App& app, const std::string& flag, double low, double high, bool above_low,
                     const std::string& help, std::function<void(double)> use) {
   return add(
-      app, flag, "X", help, [=](const std::string& text) { return parse_number(text, low, high, above_low); }, use);
+      app, flag, "X", help, [=](const std::string& text) { return parse_number(text, low, high, above_low); },
+      use);
 }
 
 Result<std::string> parse_device(const std::string& text) {
@@ -67,7 +68,8 @@ Result<DType> parse_kv_dtype(const std::string& text) {
   if (text == "f32") return DType::f32;
   if (text == "bf16") return DType::bf16;
   if (text == "fp8") {
-    return unsupported("is 'fp8', needs f32 or bf16: no row of attention_decode on the cpu reads fp8 keys and values");
+    return unsupported(
+        "is 'fp8', needs f32 or bf16: no row of attention_decode on the cpu reads fp8 keys and values");
   }
   return invalid_argument("is '{}', needs f32 or bf16", text);
 }
@@ -109,22 +111,26 @@ void add_engine(CLI::App& app, EngineOptions& o) {
                [&](DType dtype) { o.kv_dtype = dtype; }));
   in_group(integer(app, "--threads", 1, 1024, "Threads [every core this process may use]",
                    [&](int64_t n) { o.threads = static_cast<int>(n); }));
-  in_group(app.add_flag("--exact", o.exact, "No quantisation of activations inside linear: slower, closer to fp32"));
+  in_group(app.add_flag("--exact", o.exact,
+                        "No quantisation of activations inside linear: slower, closer to fp32"));
   in_group(app.add_flag("--deterministic", o.deterministic,
                         "A request gives the same bits whatever runs beside it"));
   in_group(add(app, "--router-mode", "MODE", "Accuracy of expert scores: exact or two_term [exact]",
                parse_router_mode, [&](std::string text) { o.router_mode = std::move(text); }));
   in_group(app.add_option_function<std::string>(
-      "--prefer",
-      [&](const std::string& text) {
-        const Result<std::string> value = parse_prefer(text);
-        if (!value.ok()) throw CLI::ValidationError(value.status().message(), CLI::ExitCodes::ValidationError);
-        o.prefer = text;
-      },
-      "Try these rows first: OP=ROW[,OP=ROW], such as linear=reference\nA preferred row that does not fit is an error "
-      "with its reason")
+                  "--prefer",
+                  [&](const std::string& text) {
+                    const Result<std::string> value = parse_prefer(text);
+                    if (!value.ok())
+                      throw CLI::ValidationError(value.status().message(), CLI::ExitCodes::ValidationError);
+                    o.prefer = text;
+                  },
+                  "Try these rows first: OP=ROW[,OP=ROW], such as linear=reference\nA preferred row that "
+                  "does not fit is an error "
+                  "with its reason")
                ->type_name("OP=ROW"));
-  in_group(integer(app, "--max-model-len", 1, kAny, "Longest prompt plus output, in tokens [the model's context]",
+  in_group(integer(app, "--max-model-len", 1, kAny,
+                   "Longest prompt plus output, in tokens [the model's context]",
                    [&](int64_t n) { o.max_model_len = n; }));
   in_group(integer(app, "--max-batch", 1, 4096, "Requests that run at once [64]",
                    [&](int64_t n) { o.max_batch = n; }));
@@ -138,7 +144,8 @@ void add_engine(CLI::App& app, EngineOptions& o) {
       [](const std::string& text) { return parse_bytes(text); }, [&](int64_t n) { o.kv_memory_bytes = n; }));
 }
 
-CLI::App* add_command(CLI::App& app, const std::string& name, const std::string& text, const std::string& footer) {
+CLI::App* add_command(CLI::App& app, const std::string& name, const std::string& text,
+                      const std::string& footer) {
   CLI::App* command = app.add_subcommand(name, text);
   command->footer(footer);
   command->get_formatter()->column_width(30);
@@ -151,22 +158,26 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
       "Generate text from one prompt and stream it to standard output.\n\n"
       "The prompt is raw text (--prompt; text that spells a control token becomes that token), token ids\n"
       "(--prompt-ids, for models without a tokenizer too), or one chat message (--chat; rendered with the\n"
-      "model's chat template, and text that spells a control token stays text). Without a sampling option the\n"
+      "model's chat template, and text that spells a control token stays text). Without a sampling option "
+      "the\n"
       "most likely token is taken each time, so that a run repeats. With --json nothing is streamed: one\n"
       "document has the ids, the text, log-probabilities, counts and times.",
       "Examples:\n"
       "  vivace generate --model model.gguf --chat \"Explain a hash table in two sentences.\"\n"
-      "  vivace generate --model model.gguf --prompt \"Once upon a time\" --temperature 0.8 --top-p 0.95 --seed 7\n"
+      "  vivace generate --model model.gguf --prompt \"Once upon a time\" --temperature 0.8 --top-p 0.95 "
+      "--seed 7\n"
       "  vivace generate --model tests/data/tiny-hy3 --prompt-ids 1,2,3 --max-tokens 8 --logprobs 3 --json");
   auto* prompt = c.add_option("--prompt", a.prompt, "Raw text")->type_name("TEXT");
   auto* ids = add(
-      c, "--prompt-ids", "IDS", "Token ids joined by commas", [](const std::string& text) { return parse_ids(text); },
+      c, "--prompt-ids", "IDS", "Token ids joined by commas",
+      [](const std::string& text) { return parse_ids(text); },
       [&](std::vector<int32_t> value) { a.prompt_ids = std::move(value); });
   auto* chat = c.add_option("--chat", a.chat, "A user's message")->type_name("TEXT");
   prompt->excludes(ids)->excludes(chat);
   ids->excludes(chat);
   c.add_option("--system", a.system, "A system message before --chat")->type_name("TEXT")->needs(chat);
-  integer(c, "--max-tokens", 1, kAny, "Tokens to generate at most [128]", [&](int64_t n) { a.max_tokens = n; });
+  integer(c, "--max-tokens", 1, kAny, "Tokens to generate at most [128]",
+          [&](int64_t n) { a.max_tokens = n; });
   c.add_option("--stop", "End before this text; may be given several times")
       ->type_name("TEXT")
       ->allow_extra_args(false)
@@ -183,9 +194,10 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
   const std::string group = "Sampling";
   SamplingParams& s = a.sampling;
   s.temperature = 0;
-  auto* temperature = number(c, "--temperature", 0, INFINITY, false,
-                             "0 takes the most likely token [0; 1 when --top-k, --top-p, --min-p or\n--seed is given]",
-                             [&](double x) { s.temperature = x; });
+  auto* temperature =
+      number(c, "--temperature", 0, INFINITY, false,
+             "0 takes the most likely token [0; 1 when --top-k, --top-p, --min-p or\n--seed is given]",
+             [&](double x) { s.temperature = x; });
   auto* top_k = integer(c, "--top-k", 0, kAny, "Draw from the N most likely; 0: all [0]",
                         [&](int64_t n) { s.top_k = n; });
   auto* top_p = number(c, "--top-p", 0, 1, true, "Draw from the smallest set with this probability [1]",
@@ -196,12 +208,14 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
       c, "--seed", "N", "Makes a draw repeatable",
       [](const std::string& text) { return parse_integer(text, 0, kAny); },
       [&](int64_t n) { s.seed = static_cast<uint64_t>(n); });
-  auto* repetition = number(c, "--repetition-penalty", 0, INFINITY, true, "Above 1: tokens seen before are less likely [1]",
-                            [&](double x) { s.repetition_penalty = x; });
+  auto* repetition =
+      number(c, "--repetition-penalty", 0, INFINITY, true, "Above 1: tokens seen before are less likely [1]",
+             [&](double x) { s.repetition_penalty = x; });
   auto* presence = number(c, "--presence-penalty", -2, 2, false, "Subtracted once for a generated token [0]",
                           [&](double x) { s.presence_penalty = x; });
-  auto* frequency = number(c, "--frequency-penalty", -2, 2, false, "Subtracted for each time it was generated [0]",
-                           [&](double x) { s.frequency_penalty = x; });
+  auto* frequency =
+      number(c, "--frequency-penalty", -2, 2, false, "Subtracted for each time it was generated [0]",
+             [&](double x) { s.frequency_penalty = x; });
   auto* bias = c.add_option("--logit-bias", "Added to a token's logit; may be given several times")
                    ->type_name("ID=BIAS")
                    ->allow_extra_args(false)
@@ -211,7 +225,8 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
                      if (!value.ok()) refuse("--logit-bias", value.status());
                      s.logit_bias.push_back(*value);
                    });
-  for (CLI::Option* option : {temperature, top_k, top_p, min_p, seed, repetition, presence, frequency, bias}) {
+  for (CLI::Option* option :
+       {temperature, top_k, top_p, min_p, seed, repetition, presence, frequency, bias}) {
     option->group(group);
   }
   add_engine(c, a.engine);
@@ -228,9 +243,11 @@ void add_score(CLI::App& app, ScoreArgs& a) {
   CLI::App& c = *add_command(
       app, "score",
       "Measure how well a model predicts a text: its perplexity.\n\n"
-      "Documents in the file are separated by NUL bytes; each is tokenised by itself and followed by the separator\n"
+      "Documents in the file are separated by NUL bytes; each is tokenised by itself and followed by the "
+      "separator\n"
       "id. The ids are joined and cut into windows that do not overlap; the first token of a window is not\n"
-      "predicted. Lower is better; the same text, window and separator are needed for two results to be comparable.",
+      "predicted. Lower is better; the same text, window and separator are needed for two results to be "
+      "comparable.",
       "Example:\n"
       "  vivace score --model tests/data/tiny-qwen3-moe --text-file tests/data/tiny-qwen3-moe/sample.txt \\\n"
       "    --window 1024 --max-windows 4 --separator-id 0");
@@ -238,7 +255,8 @@ void add_score(CLI::App& app, ScoreArgs& a) {
   integer(c, "--window", 2, kAny, "Tokens per window, at most the model's context", [&](int64_t n) {
     a.window = n;
   })->required();
-  integer(c, "--max-windows", 1, kAny, "Stop after this many windows [all]", [&](int64_t n) { a.max_windows = n; });
+  integer(c, "--max-windows", 1, kAny, "Stop after this many windows [all]",
+          [&](int64_t n) { a.max_windows = n; });
   integer(c, "--separator-id", 0, std::numeric_limits<int32_t>::max(),
           "Token that ends a document [the model's end token]",
           [&](int64_t n) { a.separator_id = static_cast<int32_t>(n); });
@@ -247,13 +265,14 @@ void add_score(CLI::App& app, ScoreArgs& a) {
 }
 
 void add_tokenize(CLI::App& app, TokenizeArgs& a) {
-  CLI::App& c = *add_command(
-      app, "tokenize",
-      "Show the token ids of a text, and the text that the ids give back.\n\n"
-      "Text that spells a control token, such as <|im_start|>, is ordinary text unless --parse-special is given.",
-      "Examples:\n"
-      "  vivace tokenize --model tests/data/tiny-qwen3-moe --text \"Hello, world!\"\n"
-      "  vivace tokenize --model model.gguf --text \"<|im_start|>user\" --parse-special --json");
+  CLI::App& c =
+      *add_command(app, "tokenize",
+                   "Show the token ids of a text, and the text that the ids give back.\n\n"
+                   "Text that spells a control token, such as <|im_start|>, is ordinary text unless "
+                   "--parse-special is given.",
+                   "Examples:\n"
+                   "  vivace tokenize --model tests/data/tiny-qwen3-moe --text \"Hello, world!\"\n"
+                   "  vivace tokenize --model model.gguf --text \"<|im_start|>user\" --parse-special --json");
   add_model(c, a.model);
   c.add_option("--text", a.text, "The text")->required()->type_name("TEXT");
   c.add_flag("--parse-special", a.parse_special, "Text that spells a control token becomes that token");
@@ -266,14 +285,18 @@ void add_bench(CLI::App& app, BenchServeArgs& a) {
   CLI::App& c = *add_command(
       bench, "serve",
       "Run many requests at once and measure what each of their users would see.\n\n"
-      "The engine runs in this process. A closed loop keeps --concurrency requests open; an open loop (--rate) sends\n"
+      "The engine runs in this process. A closed loop keeps --concurrency requests open; an open loop "
+      "(--rate) sends\n"
       "them at random times whether or not earlier ones are done, as independent users do. Workloads:\n"
       "  uniform   128 tokens in, 64 out\n"
-      "  mixed     prompt lengths log-normal (median 96, sigma 1.2), outputs log-normal (median 48, sigma 0.8)\n"
-      "The same seed gives the same requests. End tokens are ignored, so that every output has its drawn length.\n"
+      "  mixed     prompt lengths log-normal (median 96, sigma 1.2), outputs log-normal (median 48, sigma "
+      "0.8)\n"
+      "The same seed gives the same requests. End tokens are ignored, so that every output has its drawn "
+      "length.\n"
       "TTFT is the time to the first token, ITL each gap between two tokens, TPOT a request's mean gap.",
       "Examples:\n"
-      "  vivace bench serve --model model.gguf --workload mixed --requests 32 --concurrency 8 --report report.html\n"
+      "  vivace bench serve --model model.gguf --workload mixed --requests 32 --concurrency 8 --report "
+      "report.html\n"
       "  vivace bench serve --model model.gguf --workload uniform --rate 0.5 --json result.json");
   add(
       c, "--workload", "NAME", "uniform or mixed [mixed]",
@@ -293,43 +316,46 @@ void add_bench(CLI::App& app, BenchServeArgs& a) {
   number(c, "--temperature", 0, INFINITY, false, "0 takes the most likely token [0]",
          [&](double x) { a.temperature = x; });
   c.add_flag("--watch", a.watch, "Show the text of one request at a time as it streams (on standard error)");
-  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")->type_name("FILE");
+  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")
+      ->type_name("FILE");
   c.add_option("--report", a.report_file, "Write one self-contained HTML page with plots")->type_name("FILE");
   add_engine(c, a.engine);
 }
 
 void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain) {
-  CLI::App& c = *add_command(
-      app, "ops",
-      "List the operators and their implementations.\n\n"
-      "Each operator has an ordered table of implementations, called rows. A row states what it needs; the first\n"
-      "row whose needs a call meets runs. `ops explain` says which rows a model's calls meet.",
-      "Examples:\n"
-      "  vivace ops\n"
-      "  vivace ops explain --model model.gguf --batch 8");
+  CLI::App& c =
+      *add_command(app, "ops",
+                   "List the operators and their implementations.\n\n"
+                   "Each operator has an ordered table of implementations, called rows. A row states what it "
+                   "needs; the first\n"
+                   "row whose needs a call meets runs. `ops explain` says which rows a model's calls meet.",
+                   "Examples:\n"
+                   "  vivace ops\n"
+                   "  vivace ops explain --model model.gguf --batch 8");
   auto* json = c.add_flag("--json", ops.json, "One JSON document instead of text");
   c.add_flag("--markdown", ops.markdown, "The page docs/generated/ops.md")->excludes(json);
   c.require_subcommand(0, 1);
-  CLI::App& e = *add_command(
-      c, "explain",
-      "Say for each layer of a model which row would run each operator in a decode step, and why the rows before\n"
-      "it would not. Layers that agree are shown together.",
-      "Examples:\n"
-      "  vivace ops explain --model model.gguf\n"
-      "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");
+  CLI::App& e =
+      *add_command(c, "explain",
+                   "Say for each layer of a model which row would run each operator in a decode step, and "
+                   "why the rows before\n"
+                   "it would not. Layers that agree are shown together.",
+                   "Examples:\n"
+                   "  vivace ops explain --model model.gguf\n"
+                   "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");
   integer(e, "--batch", 1, 4096, "Requests in the step [1]", [&](int64_t n) { explain.batch = n; });
   e.add_flag("--json", explain.json, "One JSON document instead of a table");
   add_engine(e, explain.engine);
 }
 
 void add_doctor(CLI::App& app, DoctorArgs& a) {
-  CLI::App& c = *add_command(
-      app, "doctor",
-      "Say what this machine and this build can do: processor, instruction set, memory, GPUs, which kinds of rows\n"
-      "were compiled in, and what to change.",
-      "Examples:\n"
-      "  vivace doctor\n"
-      "  vivace doctor --model model.gguf --json");
+  CLI::App& c = *add_command(app, "doctor",
+                             "Say what this machine and this build can do: processor, instruction set, "
+                             "memory, GPUs, which kinds of rows\n"
+                             "were compiled in, and what to change.",
+                             "Examples:\n"
+                             "  vivace doctor\n"
+                             "  vivace doctor --model model.gguf --json");
   c.add_option("--model", a.model, "Also open this model and describe it")->type_name("PATH");
   c.add_flag("--json", a.json, "One JSON document instead of text");
 }
@@ -363,10 +389,15 @@ const CLI::App* reached(const CLI::App* app, std::string& path) {
   }
 }
 
-int report_usage_error(const CLI::App& app, const CLI::ParseError& error) {
-  std::string path = "vivace";
-  reached(&app, path);
-  std::fprintf(stderr, "%s: %s\nTry '%s --help'.\n", path.c_str(), error.what(), path.c_str());
+int report_usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
+  std::string path = "vivace", message = error.what();
+  if (reached(&app, path) == &app && argc > 1 && argv[1][0] != '-') {
+    message = std::string("there is no command '") + argv[1] + "'; there are";
+    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+      message += " " + command->get_name();
+    }
+  }
+  std::fprintf(stderr, "%s: %s\nTry '%s --help'.\n", path.c_str(), message.c_str(), path.c_str());
   return 2;
 }
 
@@ -374,9 +405,11 @@ int report_usage_error(const CLI::App& app, const CLI::ParseError& error) {
 
 Parsed parse_command_line(int argc, char** argv) {
   CLI::App app(
-      "Vivace decodes large language models: a library of operators, an engine with continuous batching over paged\n"
+      "Vivace decodes large language models: a library of operators, an engine with continuous batching over "
+      "paged\n"
       "keys and values, and this program.\n\n"
-      "Results go to standard output, progress and messages to standard error. Exit codes: 0 success, 1 failure,\n"
+      "Results go to standard output, progress and messages to standard error. Exit codes: 0 success, 1 "
+      "failure,\n"
       "2 a mistake in the command line.",
       "vivace");
   app.footer(
@@ -407,7 +440,7 @@ Parsed parse_command_line(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return {std::monostate{}, app.exit(success)};
   } catch (const CLI::ParseError& error) {
-    return {std::monostate{}, report_usage_error(app, error)};
+    return {std::monostate{}, report_usage_error(app, error, argc, argv)};
   }
   bench.command = command_line(argc, argv);
   if (app.got_subcommand("generate")) return {generate};

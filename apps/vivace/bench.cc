@@ -33,7 +33,8 @@ Status make_plan(const BenchServeArgs& args, const ModelFiles& files, const Engi
   options.max_model_len = engine.max_model_len();
   options.vocab = engine.vocab();
   if (files.tokenizer != nullptr) {
-    VIVACE_TRY_ASSIGN(options.text_ids, files.tokenizer->encode(bench::prompt_text(), model::SpecialTokens::as_text));
+    VIVACE_TRY_ASSIGN(options.text_ids,
+                      files.tokenizer->encode(bench::prompt_text(), model::SpecialTokens::as_text));
   }
   VIVACE_TRY_ASSIGN(plan, bench::plan_workload(options));
   return {};
@@ -43,11 +44,13 @@ Status make_plan(const BenchServeArgs& args, const ModelFiles& files, const Engi
 Status warm_up(bench::Target& target, const std::vector<bench::PlannedRequest>& plan) {
   bench::PlannedRequest request;
   const std::vector<int32_t>& ids = plan.front().prompt_ids;
-  request.prompt_ids.assign(ids.begin(), ids.begin() + std::min<int64_t>(16, static_cast<int64_t>(ids.size())));
+  request.prompt_ids.assign(ids.begin(),
+                            ids.begin() + std::min<int64_t>(16, static_cast<int64_t>(ids.size())));
   request.output_tokens = 1;
   const bench::LoadResult result = bench::run_load(target, {request}, {});
   const std::string& error = result.requests.front().error;
-  return error.empty() ? Status() : Status(Code::internal, "the request before the timed run failed: " + error);
+  return error.empty() ? Status()
+                       : Status(Code::internal, "the request before the timed run failed: " + error);
 }
 
 bench::LoadOptions load_options(const BenchServeArgs& args, ProgressLine& line) {
@@ -67,8 +70,8 @@ bench::LoadOptions load_options(const BenchServeArgs& args, ProgressLine& line) 
   options.progress = [&line](const bench::LoadProgress& p) {
     const double speed = p.elapsed_s > 0 ? static_cast<double>(p.tokens) / p.elapsed_s : 0;
     line.update(static_cast<double>(p.finished) / static_cast<double>(p.requests),
-                fmt::format("{} of {} requests done, {} running, {} tokens, {:.1f} tok/s, {:.0f} s{}", p.finished,
-                            p.requests, p.running, p.tokens, speed, p.elapsed_s,
+                fmt::format("{} of {} requests done, {} running, {} tokens, {:.1f} tok/s, {:.0f} s{}",
+                            p.finished, p.requests, p.running, p.tokens, speed, p.elapsed_s,
                             p.failed > 0 ? fmt::format(", {} FAILED", p.failed) : ""));
   };
   return options;
@@ -151,8 +154,8 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   bench::EngineTarget target(*engine);
   VIVACE_TRY(warm_up(target, plan));
   report.load_s = seconds_since(start);
-  note(fmt::format("{}: ready after {:.1f} s; {} workload, {} requests, seed {}, {}", args.engine.model, report.load_s,
-                   args.workload, args.requests, args.seed,
+  note(fmt::format("{}: ready after {:.1f} s; {} workload, {} requests, seed {}, {}", args.engine.model,
+                   report.load_s, args.workload, args.requests, args.seed,
                    args.rate > 0 ? fmt::format("{} per second", args.rate)
                                  : fmt::format("{} open at once", args.concurrency)));
 
@@ -169,7 +172,8 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   options.max_model_len = engine->max_model_len();
   engine.reset();
 
-  const int64_t batch = std::max<int64_t>(1, std::min(args.rate > 0 ? 1 : args.concurrency, options.max_batch));
+  const int64_t batch =
+      std::max<int64_t>(1, std::min(args.rate > 0 ? 1 : args.concurrency, options.max_batch));
   const Result<std::vector<model::OpUse>> explained = explain_model(options, {1, batch});
   if (!explained.ok()) note("no reasons for the choice of rows: " + explained.status().message());
   Dispatch preferences;

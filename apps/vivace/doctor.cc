@@ -26,8 +26,9 @@ int64_t rows_on(Device device) {
 std::vector<std::string> advice(const Machine& machine, const Gpus& gpus, int64_t cuda_rows) {
   std::vector<std::string> lines;
   if (cuda_rows == 0 && gpus.count > 0) {
-    lines.push_back(fmt::format("{} GPU{} found, but this build has no CUDA rows: everything runs on the processor",
-                                gpus.count, gpus.count == 1 ? " was" : "s were"));
+    lines.push_back(
+        fmt::format("{} GPU{} found, but this build has no CUDA rows: everything runs on the processor",
+                    gpus.count, gpus.count == 1 ? " was" : "s were"));
   }
 #if defined(__x86_64__)
   if (cpu::isa() == cpu::Isa::baseline) {
@@ -85,7 +86,8 @@ int run(const DoctorArgs& args) {
   out += fmt::format("system      {}\nprocessor   {}\n", machine.system, machine.processor);
   out += fmt::format("cores       {} that this process may use\n", machine.cores);
   out += fmt::format("vectors     {}\n", machine.isa);
-  out += fmt::format("memory      {:.1f} GiB, {:.1f} available\n", static_cast<double>(machine.memory_bytes) / 0x1p30,
+  out += fmt::format("memory      {:.1f} GiB, {:.1f} available\n",
+                     static_cast<double>(machine.memory_bytes) / 0x1p30,
                      static_cast<double>(machine.available_bytes) / 0x1p30);
   out += fmt::format("GPUs        {}\n", gpu_text(gpus));
   out += fmt::format("rows        {} for the cpu, {}\n", cpu_rows,

@@ -10,7 +10,8 @@
 
 namespace vivace::cli {
 
-Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options, const std::vector<int64_t>& batches) {
+Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
+                                                const std::vector<int64_t>& batches) {
   VIVACE_TRY_ASSIGN(const auto checkpoint, model::Checkpoint::open(options.model));
   Dispatch dispatch;
   if (!options.prefer.empty()) VIVACE_TRY(dispatch.prefer(options.prefer));
@@ -36,7 +37,8 @@ std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op
   const std::string_view preferred = dispatch.preferred(op);
   for (const OpInfo& info : operators()) {
     if (info.name != op) continue;
-    const auto ran = std::find_if(info.rows.begin(), info.rows.end(), [&](const RowInfo& r) { return r.name == row; });
+    const auto ran =
+        std::find_if(info.rows.begin(), info.rows.end(), [&](const RowInfo& r) { return r.name == row; });
     if (ran == info.rows.end()) return reasons;
     for (auto before = info.rows.begin(); before != ran; ++before) {
       std::string reason;
@@ -45,7 +47,8 @@ std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op
       } else if (before->device != ran->device) {
         reason = fmt::format("runs on {}", name_of(before->device));
       } else {
-        for (const Need& need : before->needs) reason += (reason.empty() ? "" : ", ") + describe(need, nullptr);
+        for (const Need& need : before->needs)
+          reason += (reason.empty() ? "" : ", ") + describe(need, nullptr);
       }
       reasons.push_back({std::string(before->name), reason});
     }

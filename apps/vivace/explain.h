@@ -10,7 +10,8 @@ namespace vivace::cli {
 
 /// The operator calls of decode steps with these numbers of requests, and which rows they would take under the
 /// engine's options. Binds the model's weights, runs nothing.
-Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options, const std::vector<int64_t>& batches);
+Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
+                                                const std::vector<int64_t>& batches);
 
 /// Why a row of `op` may run only after those before it in its table: what they need. For calls that
 /// explain_model() does not cover.

@@ -82,7 +82,8 @@ Result<Prompt> make_prompt(const GenerateArgs& args) {
     }
   }
   if (prompt.ids.empty()) {
-    return invalid_argument("--prompt is '', needs at least one token: the model has no token that begins a text");
+    return invalid_argument(
+        "--prompt is '', needs at least one token: the model has no token that begins a text");
   }
   prompt.tokenizer = std::move(files.tokenizer);
   return prompt;
@@ -106,8 +107,9 @@ Result<Generated> generate(const GenerateArgs& args, Engine& engine, const std::
   request.ignore_eos = args.ignore_eos;
   const auto queue = std::make_shared<EventQueue>();
   const auto start = Clock::now();
-  VIVACE_TRY_ASSIGN(const RequestId id,
-                    engine.submit(std::move(request), [queue](const TokenEvent& event) { queue->push(event); }));
+  VIVACE_TRY_ASSIGN(const RequestId id, engine.submit(std::move(request), [queue](const TokenEvent& event) {
+    queue->push(event);
+  }));
   static_cast<void>(id);
   Generated out;
   while (out.finish == FinishReason::none) {
@@ -121,8 +123,9 @@ Result<Generated> generate(const GenerateArgs& args, Engine& engine, const std::
   }
   const size_t count = out.tokens.size();
   out.ttft_ms = count > 0 ? ms_between(start, out.tokens.front().time) : NAN;
-  out.tpot_ms = count > 1 ? ms_between(out.tokens.front().time, out.tokens.back().time) / static_cast<double>(count - 1)
-                          : NAN;
+  out.tpot_ms =
+      count > 1 ? ms_between(out.tokens.front().time, out.tokens.back().time) / static_cast<double>(count - 1)
+                : NAN;
   return out;
 }
 
@@ -184,8 +187,9 @@ Status run_generate(const GenerateArgs& args) {
   }
   write_out("\n");
   if (args.sampling.logprobs >= 0) write_out(logprob_table(out, prompt->tokenizer.get()));
-  std::string line = fmt::format("[{} tokens in, {} out, finish: {}, first token after {:.0f} ms", out.usage.prompt_tokens,
-                                 out.usage.completion_tokens, name_of(out.finish), out.ttft_ms);
+  std::string line =
+      fmt::format("[{} tokens in, {} out, finish: {}, first token after {:.0f} ms", out.usage.prompt_tokens,
+                  out.usage.completion_tokens, name_of(out.finish), out.ttft_ms);
   if (std::isfinite(out.tpot_ms)) {
     line += fmt::format(", then {:.1f} ms per token ({:.1f} tok/s)", out.tpot_ms, 1000 / out.tpot_ms);
   }

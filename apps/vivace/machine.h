@@ -19,10 +19,10 @@ std::string describe(const Machine& machine);
 
 /// The NVIDIA driver on this machine, opened and closed again.
 struct Gpus {
-  bool driver = false;     ///< libcuda.so.1 is there
+  bool driver = false;  ///< libcuda.so.1 is there
   int64_t count = 0;
-  std::string version;     ///< of CUDA that the driver knows, such as "12.4"
-  std::string problem;     ///< why the driver gave no count; empty: it did
+  std::string version;  ///< of CUDA that the driver knows, such as "12.4"
+  std::string problem;  ///< why the driver gave no count; empty: it did
 };
 Gpus find_gpus();
 

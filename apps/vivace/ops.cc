@@ -26,7 +26,8 @@ Json ops_json() {
     for (const RowInfo& row : op.rows) {
       Json needs = Json::array();
       for (const Need& need : row.needs) needs.push_back(describe(need, nullptr));
-      rows.push_back({{"row", row.name}, {"device", name_of(row.device)}, {"needs", needs}, {"summary", row.summary}});
+      rows.push_back(
+          {{"row", row.name}, {"device", name_of(row.device)}, {"needs", needs}, {"summary", row.summary}});
     }
     all.push_back({{"op", op.name}, {"summary", op.summary}, {"rows", rows}});
   }
@@ -49,11 +50,14 @@ std::string ops_text() {
 std::string ops_markdown() {
   std::string out =
       "# Operators and their rows\n\n"
-      "Written by `vivace ops --markdown > docs/generated/ops.md`; a test notices a stale file. Rows are in order of\n"
+      "Written by `vivace ops --markdown > docs/generated/ops.md`; a test notices a stale file. Rows are in "
+      "order of\n"
       "preference: the first whose needs a call meets runs.\n";
   for (const OpInfo& op : operators()) {
-    out += fmt::format("\n## {}\n\n{}. Contract: `include/vivace/{}.h`.\n\n| row | device | how | needs |\n|---|---|---|---|\n",
-                       op.name, op.summary, op.name);
+    out += fmt::format(
+        "\n## {}\n\n{}. Contract: `include/vivace/{}.h`.\n\n| row | device | how | needs "
+        "|\n|---|---|---|---|\n",
+        op.name, op.summary, op.name);
     for (const RowInfo& row : op.rows) {
       const std::string needs = needs_text(row);
       out += fmt::format("| `{}` | {} | {} | {} |\n", row.name, name_of(row.device), row.summary,
@@ -88,7 +92,8 @@ std::string use_line(const model::OpUse& use) {
   for (const Refusal& r : use.choice.refused) {
     why += fmt::format("{}{}: {}", why.empty() ? "" : "; ", r.row, r.reason);
   }
-  return fmt::format("  {:<20} {:<22} {}", use.op, use.choice.row.empty() ? "no row fits" : use.choice.row, why);
+  return fmt::format("  {:<20} {:<22} {}", use.op, use.choice.row.empty() ? "no row fits" : use.choice.row,
+                     why);
 }
 
 std::string explain_text(const std::vector<model::OpUse>& uses, int64_t batch) {
@@ -115,7 +120,8 @@ std::string explain_text(const std::vector<model::OpUse>& uses, int64_t batch) {
     } else {
       out += fmt::format("\nlayers {}-{}\n", first, last);
     }
-    for (const std::string& line : groups[i].lines) out += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
+    for (const std::string& line : groups[i].lines)
+      out += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
     i = end;
   }
   return out;

@@ -54,7 +54,8 @@ Result<model::ScoreResult> run_score(const ScoreArgs& args) {
   ProgressLine line;
   model::ScoreOptions score_options{.window = args.window, .max_windows = args.max_windows};
   score_options.progress = [&](int64_t done, int64_t total) {
-    line.update(static_cast<double>(done) / static_cast<double>(total), fmt::format("{} of {} windows", done, total));
+    line.update(static_cast<double>(done) / static_cast<double>(total),
+                fmt::format("{} of {} windows", done, total));
   };
   auto result = model::score(*model, ids, score_options, stream);
   line.finish();

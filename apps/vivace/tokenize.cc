@@ -12,7 +12,8 @@ namespace {
 
 Status tokenize(const TokenizeArgs& args) {
   VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(args.model));
-  VIVACE_TRY(need_tokenizer(files, args.model, "tokenize needs tokenizer.json beside config.json, or a GGUF file"));
+  VIVACE_TRY(
+      need_tokenizer(files, args.model, "tokenize needs tokenizer.json beside config.json, or a GGUF file"));
   const model::Tokenizer& tokenizer = *files.tokenizer;
   const auto special = args.parse_special ? model::SpecialTokens::parse : model::SpecialTokens::as_text;
   VIVACE_TRY_ASSIGN(const std::vector<int32_t> ids, tokenizer.encode(args.text, special));
@@ -23,7 +24,8 @@ Status tokenize(const TokenizeArgs& args) {
   }
   std::string out;
   for (const int32_t id : ids) {
-    out += fmt::format("{:>8}  {}{}\n", id, visible(tokenizer.bytes_of(id)), tokenizer.is_special(id) ? "  (control)" : "");
+    out += fmt::format("{:>8}  {}{}\n", id, visible(tokenizer.bytes_of(id)),
+                       tokenizer.is_special(id) ? "  (control)" : "");
   }
   write_out(out);
   note(fmt::format("{} tokens", ids.size()));

@@ -79,8 +79,9 @@ Result<std::vector<int32_t>> parse_ids(std::string_view text) {
     while (item.ends_with(' ')) item.remove_suffix(1);
     int64_t id = 0;
     if (!whole(item, id) || id < 0 || id > kMaxId) {
-      return invalid_argument("has '{}' at position {}, needs token ids of at least 0 joined by commas, such as 1,2,3",
-                              item, ids.size());
+      return invalid_argument(
+          "has '{}' at position {}, needs token ids of at least 0 joined by commas, such as 1,2,3", item,
+          ids.size());
     }
     ids.push_back(static_cast<int32_t>(id));
     if (comma == std::string_view::npos) return ids;
@@ -96,7 +97,8 @@ Result<std::pair<int32_t, float>> parse_bias(std::string_view text) {
       whole(text.substr(equal + 1), bias) && std::isfinite(bias)) {
     return std::pair<int32_t, float>(static_cast<int32_t>(id), bias);
   }
-  return invalid_argument("is '{}', needs ID=BIAS with a token id and a finite number, such as 17=-2.5", text);
+  return invalid_argument("is '{}', needs ID=BIAS with a token id and a finite number, such as 17=-2.5",
+                          text);
 }
 
 }  // namespace vivace::cli

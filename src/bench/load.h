@@ -17,10 +17,10 @@ struct RequestRecord {
   int64_t wanted_tokens = 0;
   int64_t completion_tokens = 0;
   int64_t cached_tokens = 0;
-  double start_s = 0;            ///< just before it was sent
-  double end_s = 0;              ///< its last chunk, or when it failed
-  std::vector<double> chunk_s;   ///< one per counted chunk
-  std::string error;             ///< empty: it succeeded
+  double start_s = 0;           ///< just before it was sent
+  double end_s = 0;             ///< its last chunk, or when it failed
+  std::vector<double> chunk_s;  ///< one per counted chunk
+  std::string error;            ///< empty: it succeeded
 };
 
 struct LoadProgress {

@@ -34,7 +34,7 @@ struct Report {
   double rate = 0;          ///< requests per second in an open loop
   double load_s = 0;        ///< from the start of the program until the engine was ready
   int64_t peak_memory_bytes = 0;
-  int64_t mapped_bytes = 0;  ///< of the model's files, part of the peak
+  int64_t mapped_bytes = 0;                                   ///< of the model's files, part of the peak
   std::vector<std::pair<std::string, std::string>> settings;  ///< other options, in order
   Metrics metrics;
   LoadResult load;

@@ -68,9 +68,10 @@ footer{margin-top:40px;font-size:13.5px;color:var(--soft)}
 @media print{body{background:#fff}.panel,.card{break-inside:avoid}}
 )css";
 
-std::string card(const std::string& value, const std::string& unit, const std::string& what, bool bad = false) {
-  return fmt::format("<div class=\"card{}\"><b>{}<small>{}</small></b><span>{}</span></div>\n", bad ? " bad" : "",
-                     escape_html(value), escape_html(unit), escape_html(what));
+std::string card(const std::string& value, const std::string& unit, const std::string& what,
+                 bool bad = false) {
+  return fmt::format("<div class=\"card{}\"><b>{}<small>{}</small></b><span>{}</span></div>\n",
+                     bad ? " bad" : "", escape_html(value), escape_html(unit), escape_html(what));
 }
 
 std::string headline(const Report& r) {
@@ -79,20 +80,23 @@ std::string headline(const Report& r) {
          card(pretty(m.ttft_ms.median), "ms", "TTFT, median") + card(pretty(m.itl_ms.p99), "ms", "ITL, P99") +
          card(pretty(m.throughput_tok_s), "tok/s", "throughput") +
          card(pretty(static_cast<double>(r.peak_memory_bytes) / 0x1p20), "MiB", "peak memory") +
-         card(fmt::format("{}", m.failures), fmt::format("of {}", m.requests), "requests failed", m.failures > 0) +
+         card(fmt::format("{}", m.failures), fmt::format("of {}", m.requests), "requests failed",
+              m.failures > 0) +
          "</div>\n";
 }
 
 /// Lines break between words only: a browser would break after the hyphens of a flag.
 std::string command_html(const std::string& command) {
   std::string out = "<span>";
-  for (const char c : escape_html(command)) out += c == ' ' ? std::string("</span> <span>") : std::string(1, c);
+  for (const char c : escape_html(command))
+    out += c == ' ' ? std::string("</span> <span>") : std::string(1, c);
   return out + "</span>";
 }
 
 std::string percentile_table(const Metrics& m) {
   std::string out =
-      "<div class=\"panel scroll\"><table><tr><th>quantity</th><th class=\"num\">median</th><th class=\"num\">P90</th>"
+      "<div class=\"panel scroll\"><table><tr><th>quantity</th><th class=\"num\">median</th><th "
+      "class=\"num\">P90</th>"
       "<th class=\"num\">P99</th><th class=\"num\">mean</th><th class=\"num\">values</th></tr>\n";
   const auto row = [&](const char* name, const Distribution& d) {
     out += fmt::format(
@@ -119,7 +123,8 @@ struct Bins {
     return logarithmic ? low * std::pow(high / low, t) : low + (high - low) * t;
   }
   void add(double value) {
-    const double t = logarithmic ? std::log(value / low) / std::log(high / low) : (value - low) / (high - low);
+    const double t =
+        logarithmic ? std::log(value / low) / std::log(high / low) : (value - low) / (high - low);
     const double last = static_cast<double>(counts.size() - 1);
     ++counts[static_cast<size_t>(std::clamp(t * static_cast<double>(counts.size()), 0.0, last))];
   }
@@ -173,16 +178,19 @@ std::string timeline(const Metrics& m) {
     fastest = std::max(fastest, bin.tokens_per_s);
   }
   const double end = m.timeline.back().start_s + m.timeline.back().width_s;
-  Plot requests(1030, 200, {"time since the first request (s)", 0, end}, {"requests", 0, axis_end(most), true});
+  Plot requests(1030, 200, {"time since the first request (s)", 0, end},
+                {"requests", 0, axis_end(most), true});
   requests.area(open, "b");
   requests.line(open, "b");
   requests.line(generating, "a");
-  Plot tokens(1030, 200, {"time since the first request (s)", 0, end}, {"generated tok/s", 0, axis_end(fastest)});
+  Plot tokens(1030, 200, {"time since the first request (s)", 0, end},
+              {"generated tok/s", 0, axis_end(fastest)});
   tokens.area(speed, "c");
   tokens.line(speed, "c");
   return "<div class=\"panel\"><p class=\"legend\"><i class=\"b\"></i>open: sent and not finished"
          "<i class=\"a\"></i>generating: the decode batch</p>" +
-         requests.svg("Requests that are open and that are generating, over time") + "</div>\n<div class=\"panel\">" +
+         requests.svg("Requests that are open and that are generating, over time") +
+         "</div>\n<div class=\"panel\">" +
          "<p class=\"legend\"><i class=\"c\"></i>generated tokens per second, all requests</p>" +
          tokens.svg("Generated tokens per second over time") + "</div>\n";
 }
@@ -203,8 +211,8 @@ std::string by_batch(const Metrics& m) {
   plot.line(medians, "a");
   for (const BatchPoint& p : m.by_batch) {
     plot.dot(static_cast<double>(p.batch), p.median_ms, "a",
-             fmt::format("{} generating: median {} ms, P10 {} ms, P90 {} ms, {} gaps", p.batch, pretty(p.median_ms),
-                         pretty(p.p10_ms), pretty(p.p90_ms), p.gaps));
+             fmt::format("{} generating: median {} ms, P10 {} ms, P90 {} ms, {} gaps", p.batch,
+                         pretty(p.median_ms), pretty(p.p10_ms), pretty(p.p90_ms), p.gaps));
   }
   return "<p class=\"legend\"><i class=\"a\"></i>median, with strokes from P10 to P90</p>" +
          plot.svg("Time per output token against the number of requests that generate");
@@ -231,7 +239,8 @@ std::string by_prompt(const LoadResult& load) {
 
 std::string row_table(const std::vector<RowUse>& rows) {
   std::string out =
-      "<div class=\"panel scroll\"><table><tr><th>operator</th><th>row that ran</th><th class=\"num\">calls</th>"
+      "<div class=\"panel scroll\"><table><tr><th>operator</th><th>row that ran</th><th "
+      "class=\"num\">calls</th>"
       "<th>rows before it, and why they did not run</th></tr>\n";
   for (const RowUse& use : rows) {
     std::string why;
@@ -240,7 +249,8 @@ std::string row_table(const std::vector<RowUse>& rows) {
     }
     why = why.empty() ? "first in the table" : "<ul class=\"why\">" + why + "</ul>";
     out += fmt::format(
-        "<tr><td><code>{}</code></td><td><code>{}</code></td><td class=\"num\">{}</td><td class=\"why\">{}</td></tr>\n",
+        "<tr><td><code>{}</code></td><td><code>{}</code></td><td class=\"num\">{}</td><td "
+        "class=\"why\">{}</td></tr>\n",
         escape_html(use.op), escape_html(use.row), pretty(static_cast<double>(use.calls)), why);
   }
   return out + "</table></div>\n";
@@ -251,8 +261,8 @@ std::string failures(const LoadResult& load) {
   for (size_t i = 0; i < load.requests.size(); ++i) {
     const RequestRecord& r = load.requests[i];
     if (r.error.empty()) continue;
-    out += fmt::format("<tr><td class=\"num\">{}</td><td class=\"num\">{}</td><td>{}</td></tr>\n", i, r.prompt_tokens,
-                       escape_html(r.error));
+    out += fmt::format("<tr><td class=\"num\">{}</td><td class=\"num\">{}</td><td>{}</td></tr>\n", i,
+                       r.prompt_tokens, escape_html(r.error));
   }
   if (out.empty()) return out;
   return "<h2>Failed requests</h2>\n<div class=\"panel scroll\"><table><tr><th class=\"num\">request</th>"
@@ -270,12 +280,15 @@ std::string run_table(const Report& r) {
   row("machine", r.machine);
   row("threads", fmt::format("{}", r.threads));
   row("workload", fmt::format("{}, {} requests, seed {}", r.workload, m.requests, r.seed));
-  row("load", r.concurrency > 0 ? fmt::format("closed loop, {} requests open at once", r.concurrency)
-                                : fmt::format("open loop, Poisson arrivals at {} per second", pretty(r.rate)));
-  row("tokens", fmt::format("{} in, {} out, {} prompt tokens from the prefix cache",
-                            pretty(static_cast<double>(m.prompt_tokens)), pretty(static_cast<double>(m.output_tokens)),
-                            pretty(static_cast<double>(m.cached_tokens))));
-  row("duration", fmt::format("{} s, {} requests open on average", pretty(m.duration_s), pretty(m.mean_concurrency)));
+  row("load", r.concurrency > 0
+                  ? fmt::format("closed loop, {} requests open at once", r.concurrency)
+                  : fmt::format("open loop, Poisson arrivals at {} per second", pretty(r.rate)));
+  row("tokens",
+      fmt::format("{} in, {} out, {} prompt tokens from the prefix cache",
+                  pretty(static_cast<double>(m.prompt_tokens)), pretty(static_cast<double>(m.output_tokens)),
+                  pretty(static_cast<double>(m.cached_tokens))));
+  row("duration",
+      fmt::format("{} s, {} requests open on average", pretty(m.duration_s), pretty(m.mean_concurrency)));
   row("start", fmt::format("{} s until the engine was ready", pretty(r.load_s)));
   row("memory", fmt::format("{} MiB at most, of which the model file maps {}",
                             pretty(static_cast<double>(r.peak_memory_bytes) / 0x1p20),
@@ -292,9 +305,10 @@ std::string to_html(const Report& r) {
   const Metrics& m = r.metrics;
   const size_t slash = r.model.find_last_of('/');
   const std::string name = slash == std::string::npos ? r.model : r.model.substr(slash + 1);
-  std::string out = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n"
-                    "<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>" +
-                    escape_html(name) + ", " + escape_html(r.workload) + " workload</title>\n<style>";
+  std::string out =
+      "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>" +
+      escape_html(name) + ", " + escape_html(r.workload) + " workload</title>\n<style>";
   out += kStyle;
   out += "</style></head>\n<body><main>\n";
   out += fmt::format("<h1>{}, {} workload</h1>\n", escape_html(name), escape_html(r.workload));
@@ -302,23 +316,31 @@ std::string to_html(const Report& r) {
                      escape_html(r.machine), r.threads, escape_html(r.version), escape_html(r.when));
   out += "<pre><code>" + command_html(r.command) + "</code></pre>\n";
   out += headline(r);
-  out += "<h2>Latency</h2>\n<p>TTFT runs from sending a request to its first token, waiting and prompt included. TPOT is "
-         "the time from the first to the last token of a request over the tokens after the first. ITL is each single "
-         "gap between two tokens, over all requests.</p>\n";
+  out +=
+      "<h2>Latency</h2>\n<p>TTFT runs from sending a request to its first token, waiting and prompt "
+      "included. TPOT is "
+      "the time from the first to the last token of a request over the tokens after the first. ITL is each "
+      "single "
+      "gap between two tokens, over all requests.</p>\n";
   out += percentile_table(m);
   out += "<div class=\"three\">\n" + histogram(m.ttft_ms, "Time to first token", "TTFT", "requests") +
          histogram(m.tpot_ms, "Time per output token", "TPOT", "requests") +
          histogram(m.itl_ms, "Time between tokens", "ITL", "gaps") + "</div>\n";
   out += "<h2>Over time</h2>\n" + timeline(m);
-  out += "<h2>What latency depends on</h2>\n<div class=\"two\">\n<div class=\"panel\"><h3>Batch size</h3>" + by_batch(m) +
-         "</div>\n<div class=\"panel\"><h3>Prompt length</h3>" + by_prompt(r.load) + "</div>\n</div>\n";
-  out += "<h2>Which implementation ran each operator</h2>\n<p>Each operator has an ordered table of implementations; "
-         "the first whose needs the call meets runs.</p>\n" +
-         row_table(r.rows);
+  out += "<h2>What latency depends on</h2>\n<div class=\"two\">\n<div class=\"panel\"><h3>Batch size</h3>" +
+         by_batch(m) + "</div>\n<div class=\"panel\"><h3>Prompt length</h3>" + by_prompt(r.load) +
+         "</div>\n</div>\n";
+  out +=
+      "<h2>Which implementation ran each operator</h2>\n<p>Each operator has an ordered table of "
+      "implementations; "
+      "the first whose needs the call meets runs.</p>\n" +
+      row_table(r.rows);
   out += failures(r.load);
   out += "<h2>The run</h2>\n" + run_table(r);
-  out += "<footer>Percentiles interpolate linearly between values. Failed requests count as failures and are in no "
-         "latency.</footer>\n</main></body></html>\n";
+  out +=
+      "<footer>Percentiles interpolate linearly between values. Failed requests count as failures and are in "
+      "no "
+      "latency.</footer>\n</main></body></html>\n";
   return out;
 }
 

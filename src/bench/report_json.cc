@@ -14,7 +14,8 @@ Json number(double value) {
 }
 
 Json percentiles(const Distribution& d) {
-  return {{"median", number(d.median)}, {"p90", number(d.p90)}, {"p99", number(d.p99)}, {"mean", number(d.mean)}};
+  return {
+      {"median", number(d.median)}, {"p90", number(d.p90)}, {"p99", number(d.p99)}, {"mean", number(d.mean)}};
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ std::string ms(double value) {
 
 std::string why(const RowUse& use) {
   std::string text;
-  for (const Refusal& r : use.refused) text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", r.row, r.reason);
+  for (const Refusal& r : use.refused)
+    text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", r.row, r.reason);
   return text.empty() ? "first in the table" : text;
 }
 
@@ -47,7 +48,8 @@ std::string to_text(const Report& report) {
   out += fmt::format("\n{:<{}}  {:<{}}  {:>10}  {}\n", "operator", op_width, "row", row_width, "calls",
                      "why not a row before it");
   for (const RowUse& use : report.rows) {
-    out += fmt::format("{:<{}}  {:<{}}  {:>10}  {}\n", use.op, op_width, use.row, row_width, use.calls, why(use));
+    out += fmt::format("{:<{}}  {:<{}}  {:>10}  {}\n", use.op, op_width, use.row, row_width, use.calls,
+                       why(use));
   }
   return out;
 }

@@ -131,8 +131,9 @@ double Plot::py(double y) const {
 void Plot::bar(double x0, double x1, double y, std::string_view series, const std::string& tip) {
   const double width = std::max(0.5, px(x1) - px(x0) - 1), base = py(y_.low);
   const double height = std::max(1.0, base - py(y));  // a single value beside thousands still shows
-  marks_ += fmt::format("<rect class=\"fill {}\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\">{}</rect>",
-                        series, px(x0) + 0.5, base - height, width, height, tip_of(tip));
+  marks_ += fmt::format(
+      "<rect class=\"fill {}\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\">{}</rect>",
+      series, px(x0) + 0.5, base - height, width, height, tip_of(tip));
 }
 
 void Plot::area(const std::vector<std::pair<double, double>>& points, std::string_view series) {
@@ -145,51 +146,55 @@ void Plot::area(const std::vector<std::pair<double, double>>& points, std::strin
 
 void Plot::line(const std::vector<std::pair<double, double>>& points, std::string_view series) {
   std::string path;
-  for (const auto& [x, y] : points) path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", px(x), py(y));
+  for (const auto& [x, y] : points)
+    path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", px(x), py(y));
   marks_ += fmt::format("<path class=\"line {}\" d=\"{}\"/>", series, path);
 }
 
 void Plot::dot(double x, double y, std::string_view series, const std::string& tip) {
-  marks_ += fmt::format("<circle class=\"dot {}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3.5\">{}</circle>", series, px(x),
-                        py(y), tip_of(tip));
+  marks_ += fmt::format("<circle class=\"dot {}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3.5\">{}</circle>", series,
+                        px(x), py(y), tip_of(tip));
 }
 
 void Plot::whisker(double x, double y0, double y1, std::string_view series) {
   const double at = px(x), low = py(y0), high = py(y1);
-  marks_ += fmt::format("<path class=\"line thin {}\" d=\"M{:.1f} {:.1f}V{:.1f}M{:.1f} {:.1f}h8M{:.1f} {:.1f}h8\"/>",
-                        series, at, low, high, at - 4, low, at - 4, high);
+  marks_ += fmt::format(
+      "<path class=\"line thin {}\" d=\"M{:.1f} {:.1f}V{:.1f}M{:.1f} {:.1f}h8M{:.1f} {:.1f}h8\"/>", series,
+      at, low, high, at - 4, low, at - 4, high);
 }
 
 void Plot::marker(double x, const std::string& label, int level) {
   const double at = px(x), baseline = top_ + 9 + level * kMarkerRow;
   const bool flip = at > left_ + (right_ - left_) * 0.6;  // the label stays inside the frame
   marker_lines_ += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, top_, bottom_);
-  marker_labels_ += fmt::format("<text class=\"marklabel\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>",
-                          flip ? at - 5 : at + 5, baseline, flip ? "end" : "start", escape_html(label));
+  marker_labels_ +=
+      fmt::format("<text class=\"marklabel\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>",
+                  flip ? at - 5 : at + 5, baseline, flip ? "end" : "start", escape_html(label));
 }
 
 void Plot::add_axes(std::string& out) const {
   const double y_step = tick_step(y_.high - y_.low, height_ > 190 ? 5 : 3, y_.whole);
   for (double y = y_.low; y <= y_.high + y_step * 1e-6; y += y_step) {
     out += fmt::format("<path class=\"grid\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", left_, py(y), right_);
-    out += fmt::format("<text class=\"tick\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>", left_ - 8,
-                       py(y) + 4, tick_text(y, y_step));
+    out += fmt::format("<text class=\"tick\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>",
+                       left_ - 8, py(y) + 4, tick_text(y, y_step));
   }
   for (const auto& [x, text] : x_ticks(x_, width_ > 500 ? 9 : 5)) {
     out += fmt::format("<path class=\"axis\" d=\"M{:.1f} {:.1f}v4\"/>", px(x), bottom_);
-    out += fmt::format("<text class=\"tick\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{}</text>", px(x),
-                       bottom_ + 17, text);
+    out += fmt::format("<text class=\"tick\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{}</text>",
+                       px(x), bottom_ + 17, text);
   }
   out += fmt::format("<path class=\"axis\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", left_, bottom_, right_);
   out += fmt::format("<text class=\"label\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">{}</text>",
                      (left_ + right_) / 2, height_ - 8, escape_html(x_.label));
-  out += fmt::format("<text class=\"label\" transform=\"translate(13 {:.1f}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
-                     (top_ + bottom_) / 2, escape_html(y_.label));
+  out += fmt::format(
+      "<text class=\"label\" transform=\"translate(13 {:.1f}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+      (top_ + bottom_) / 2, escape_html(y_.label));
 }
 
 std::string Plot::svg(const std::string& title) const {
-  std::string out = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\" aria-label=\"{}\">", width_, height_,
-                                escape_html(title));
+  std::string out = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\" aria-label=\"{}\">", width_,
+                                height_, escape_html(title));
   add_axes(out);
   return out + marks_ + marker_lines_ + marker_labels_ + "</svg>\n";
 }

@@ -23,9 +23,9 @@ struct LoadEvent {
   bool chunk = false;  ///< counts for TTFT and ITL; a last event may have none
   std::string text;
   bool last = false;
-  std::string error;               ///< with `last`: why the request failed, or empty
-  int64_t completion_tokens = 0;   ///< with `last`
-  int64_t cached_tokens = 0;       ///< with `last`: prompt tokens that were not computed again
+  std::string error;              ///< with `last`: why the request failed, or empty
+  int64_t completion_tokens = 0;  ///< with `last`
+  int64_t cached_tokens = 0;      ///< with `last`: prompt tokens that were not computed again
   std::chrono::steady_clock::time_point time;
 };
 

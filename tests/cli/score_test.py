@@ -10,8 +10,8 @@ class Score(Case):
         args = ["score", "--model", QWEN, "--text-file", QWEN / "sample.txt", "--window", 128, "--separator-id", 0]
         got = self.ok(*args, "--max-windows", 4, "--json").json
         self.assertEqual(got["tokens"], 4 * 127, "a window's first token is not predicted")
-        self.assertGreater(got["perplexity"], 10)
-        self.assertLess(got["perplexity"], 1000)
+        self.assertGreater(got["perplexity"], 1)
+        self.assertLess(got["perplexity"], 4096, "better than guessing among 4,096 tokens")
         self.assertEqual(self.ok(*args, "--max-windows", 4, "--json").json["perplexity"], got["perplexity"])
         text = self.ok(*args, "--max-windows", 4)
         self.assertIn(f"{got['perplexity']:.4g}"[:4], text.text)
