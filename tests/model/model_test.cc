@@ -1,0 +1,403 @@
+#include "src/model/model.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+
+#include "src/core/number.h"
+#include "tests/model/file_builders.h"
+#include "tests/model/model_harness.h"
+
+namespace vivace::testing {
+namespace {
+
+const std::string kQwen = std::string(VIVACE_TEST_DATA) + "/tiny-qwen3-moe";
+const std::string kHy3 = std::string(VIVACE_TEST_DATA) + "/tiny-hy3";
+
+std::vector<int32_t> random_ids(int64_t count, int64_t vocab, uint32_t seed = 1) {
+  std::mt19937 rng(seed);
+  std::vector<int32_t> ids(static_cast<size_t>(count));
+  for (int32_t& id : ids) id = static_cast<int32_t>(rng() % static_cast<uint32_t>(vocab));
+  return ids;
+}
+
+/// A checkpoint with some tensors replaced, added or taken away.
+class AlteredCheckpoint final : public model::Checkpoint {
+ public:
+  explicit AlteredCheckpoint(const std::string& path)
+      : base_(open_checkpoint(path)), config_(base_->config()) {}
+
+  model::ModelConfig& change_config() { return config_; }
+  void replace(const std::string& name, Tensor tensor) { replaced_[name] = tensor; }
+  void remove(const std::string& name) { removed_.insert(name); }
+  /// Owned memory of a new tensor.
+  Tensor make(DType dtype, std::initializer_list<int64_t> shape) {
+    Tensor tensor(nullptr, dtype, shape);
+    memory_.emplace_back(static_cast<size_t>(tensor.bytes()));
+    tensor.data = memory_.back().data();
+    return tensor;
+  }
+
+  const model::ModelConfig& config() const override { return config_; }
+  const model::TokenizerSource& tokenizer() const override { return base_->tokenizer(); }
+  std::vector<std::string> tensor_names() const override { return base_->tensor_names(); }
+  bool has(std::string_view name) const override {
+    return replaced_.contains(std::string(name)) ||
+           (!removed_.contains(std::string(name)) && base_->has(name));
+  }
+  Result<Tensor> tensor(std::string_view name) const override {
+    const auto found = replaced_.find(std::string(name));
+    if (found != replaced_.end()) return found->second;
+    if (removed_.contains(std::string(name))) {
+      return Status(Code::not_found, "no tensor " + std::string(name));
+    }
+    return base_->tensor(name);
+  }
+  void drop_pages(const Tensor& tensor) const override { base_->drop_pages(tensor); }
+  int64_t mapped_bytes() const override { return base_->mapped_bytes(); }
+  std::string summary() const override { return base_->summary(); }
+
+ private:
+  std::shared_ptr<const model::Checkpoint> base_;
+  model::ModelConfig config_;
+  std::map<std::string, Tensor> replaced_;
+  std::set<std::string> removed_;
+  std::vector<std::vector<uint8_t>> memory_;
+};
+
+TEST(TinyModels, FollowTheirReferences) {
+  for (const std::string& path : {kQwen, kHy3}) {
+    const nlohmann::json references = read_json(path + "/references.json");
+    for (const char* router_mode : {"exact", "two_term"}) {
+      SCOPED_TRACE(path + ", router " + router_mode);
+      LoadedModel loaded(open_checkpoint(path), {.router_mode = router_mode}, 1200);
+      ASSERT_TRUE(loaded.ok());
+      EXPECT_GT(expect_references(loaded, references, {.smallest_gap = 0.02, .log_probability = 0.01}), 40);
+    }
+  }
+}
+
+/// Copies the per-expert folder into Tencent's "outer" layout: other names, experts stacked into 3-D tensors.
+void write_outer_layout(const std::string& source, const TempFolder& folder) {
+  std::ifstream file(source + "/model.safetensors", std::ios::binary);
+  uint64_t header_bytes = 0;
+  file.read(reinterpret_cast<char*>(&header_bytes), sizeof header_bytes);
+  std::string header(header_bytes, ' ');
+  file.read(header.data(), static_cast<std::streamsize>(header.size()));
+  const nlohmann::json directory = nlohmann::json::parse(header);
+  const auto bytes_of = [&](const std::string& name) {
+    const auto offsets = directory.at(name).at("data_offsets").get<std::vector<uint64_t>>();
+    Bytes bytes(offsets[1] - offsets[0]);
+    file.seekg(static_cast<std::streamoff>(8 + header_bytes + offsets[0]));
+    file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+    return bytes;
+  };
+  const auto config = read_json(source + "/config.json");
+  const int64_t experts = config.at("num_experts"), hidden = config.at("hidden_size");
+  const int64_t intermediate = config.at("moe_intermediate_size");
+
+  SafetensorsBuilder out;
+  for (const auto& [name, entry] : directory.items()) {
+    if (name == "__metadata__" || name.find(".experts.") != std::string::npos) continue;
+    std::string renamed = name;
+    const auto rename = [&](const std::string& from, const std::string& to) {
+      const size_t at = renamed.find(from);
+      if (at != std::string::npos) renamed.replace(at, from.size(), to);
+    };
+    rename("mlp.router.gate.", "mlp.gate.");
+    rename("mlp.expert_bias", "mlp.e_score_correction_bias");
+    rename("mlp.shared_mlp.", "mlp.shared_experts.");
+    out.tensor(renamed, entry.at("dtype"), entry.at("shape").get<std::vector<int64_t>>(), bytes_of(name));
+  }
+  for (int64_t l = 0; l < config.at("num_hidden_layers"); ++l) {
+    const std::string prefix = "model.layers." + std::to_string(l) + ".mlp.experts.";
+    if (!directory.contains(prefix + "0.gate_proj.weight")) continue;
+    ByteWriter gate_up, down;
+    for (int64_t e = 0; e < experts; ++e) {
+      const std::string expert = prefix + std::to_string(e) + ".";
+      gate_up.raw(bytes_of(expert + "gate_proj.weight")).raw(bytes_of(expert + "up_proj.weight"));
+      down.raw(bytes_of(expert + "down_proj.weight"));
+    }
+    out.tensor(prefix + "gate_up_proj", "BF16", {experts, 2 * intermediate, hidden}, gate_up.bytes);
+    out.tensor(prefix + "down_proj", "BF16", {experts, hidden, intermediate}, down.bytes);
+  }
+  folder.write("model.safetensors", out.bytes());
+  folder.write("config.json", config.dump());
+}
+
+std::vector<float> logits_after(std::shared_ptr<const model::Checkpoint> checkpoint,
+                                const std::vector<int32_t>& ids) {
+  LoadedModel loaded(std::move(checkpoint), {}, 256);
+  if (!loaded.ok()) return {};
+  Conversation request = loaded.conversation();
+  return loaded.feed(request, ids, 128);
+}
+
+TEST(Hy3Layouts, OuterGivesTheBitsOfPerExpert) {
+  const TempFolder folder;
+  write_outer_layout(kHy3, folder);
+  const auto ids = random_ids(70, 512);
+  const auto per_expert = logits_after(open_checkpoint(kHy3), ids);
+  const auto outer = logits_after(open_checkpoint(folder.path()), ids);
+  ASSERT_EQ(per_expert.size(), 512u);
+  EXPECT_EQ(per_expert, outer);
+}
+
+TEST(ExpertLayouts, SeparateStacksAsInGgufGiveTheSameBits) {
+  auto stacked = std::make_shared<AlteredCheckpoint>(kQwen);
+  const model::ModelConfig& config = stacked->config();
+  for (int64_t l = 0; l < config.layers; ++l) {
+    const std::string prefix = "model.layers." + std::to_string(l) + ".mlp.experts.";
+    for (const std::string part : {"gate_proj", "up_proj", "down_proj"}) {
+      const auto first = stacked->tensor(prefix + "0." + part + ".weight");
+      ASSERT_TRUE(first.ok());
+      const Tensor stack = stacked->make(first->dtype, {config.experts, first->shape[0], first->shape[1]});
+      for (int64_t e = 0; e < config.experts; ++e) {
+        const std::string name = prefix + std::to_string(e) + "." + part + ".weight";
+        std::memcpy(stack.at(e).data, stacked->tensor(name)->data, static_cast<size_t>(first->bytes()));
+        stacked->remove(name);
+      }
+      stacked->replace(prefix + part, stack);
+    }
+  }
+  const auto ids = random_ids(70, config.vocab);
+  const auto separate = logits_after(open_checkpoint(kQwen), ids);
+  ASSERT_FALSE(separate.empty());
+  EXPECT_EQ(separate, logits_after(stacked, ids));
+}
+
+TEST(Determinism, ChunksAndDecodeStepsGiveTheBitsOfOnePrefill) {
+  for (const std::string& path : {kQwen, kHy3}) {
+    SCOPED_TRACE(path);
+    LoadedModel loaded(open_checkpoint(path), {.deterministic = true, .max_tokens = 1024}, 1024, 2, 3);
+    ASSERT_TRUE(loaded.ok());
+    const auto ids = random_ids(700, loaded.model().config().vocab);
+    Conversation whole = loaded.conversation(0);
+    const std::vector<float> expected = loaded.feed(whole, ids, 1024);
+    for (const int64_t chunk : {1, 16, 100, 512}) {
+      Conversation parts = loaded.conversation(1);
+      EXPECT_EQ(loaded.feed(parts, ids, chunk, chunk == 1), expected) << "chunks of " << chunk;
+    }
+  }
+}
+
+TEST(Determinism, CompanyDoesNotChangeARequest) {
+  LoadedModel loaded(open_checkpoint(kQwen), {.deterministic = true}, 1024, 4, 3);
+  ASSERT_TRUE(loaded.ok());
+  const int64_t vocab = loaded.model().config().vocab;
+  const auto ids = random_ids(600, vocab);
+  Conversation alone = loaded.conversation(0);
+  loaded.feed(alone, std::span(ids).first(599), 512);
+  const auto expected =
+      loaded.step().add(alone, std::span(ids).last(1), Rows::last, true).run(loaded.stream());
+
+  Conversation same = loaded.conversation(1), other = loaded.conversation(2), prompt = loaded.conversation(3);
+  loaded.feed(same, std::span(ids).first(599), 77);
+  const auto noise = random_ids(300, vocab, 2);
+  loaded.feed(other, noise, 300);
+  const auto together = loaded.step()
+                            .add(other, std::span(noise).first(1), Rows::last, true)
+                            .add(same, std::span(ids).last(1), Rows::last, true)
+                            .add(prompt, std::span(noise).first(90), Rows::none)
+                            .run(loaded.stream());
+  ASSERT_EQ(together.size(), 2u);
+  EXPECT_EQ(together[1], expected.front());
+}
+
+TEST(Determinism, PrefillInChunksRepeatsInTheDefaultModeToo) {
+  LoadedModel loaded(open_checkpoint(kHy3), {}, 512, 2, 3);
+  ASSERT_TRUE(loaded.ok());
+  const auto ids = random_ids(300, 512);
+  Conversation whole = loaded.conversation(0), parts = loaded.conversation(1);
+  EXPECT_EQ(loaded.feed(whole, ids, 512), loaded.feed(parts, ids, 37));
+}
+
+TEST(Rows, LogitsOfAnySubsetInAnyOrder) {
+  LoadedModel loaded(open_checkpoint(kQwen), {}, 64);
+  ASSERT_TRUE(loaded.ok());
+  const int64_t vocab = loaded.model().config().vocab;
+  const auto ids = random_ids(9, vocab);
+  Conversation request = loaded.conversation();
+  const auto all = loaded.step().add(request, ids, Rows::all).run(loaded.stream());
+  ASSERT_EQ(all.size(), 9u);
+
+  Conversation again = loaded.conversation();
+  StepBuilder builder = loaded.step().add(again, ids, Rows::none);
+  const std::vector<int64_t> rows = {7, 0, 3, 3};
+  model::ForwardInput input = builder.input();
+  input.logit_rows = rows;
+  std::vector<float> flat(rows.size() * vocab);
+  const Tensor logits(flat.data(), DType::f32, {static_cast<int64_t>(rows.size()), vocab});
+  ASSERT_TRUE(loaded.model().forward(input, logits, loaded.stream()).ok());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(std::memcmp(flat.data() + i * vocab, all[rows[i]].data(), vocab * sizeof(float)), 0) << i;
+  }
+}
+
+TEST(KvCache, SixteenBitTypesStayCloseToTheReferences) {
+  // bf16 keeps 8 bits: the references say that bf16 arithmetic throughout moves log-probabilities by 0.004 to 0.047 on
+  // average, and the cache alone may not do worse.
+  for (const DType kv_dtype : {DType::bf16, DType::f16}) {
+    LoadedModel loaded(open_checkpoint(kQwen), {.kv_dtype = kv_dtype}, 1200);
+    ASSERT_TRUE(loaded.ok());
+    for (const nlohmann::json& c : read_json(kQwen + "/references.json").at("cases")) {
+      const auto prompt = c.at("prompt_ids").get<std::vector<int32_t>>();
+      const auto greedy = c.at("greedy_ids").get<std::vector<int32_t>>();
+      const auto expected = c.at("greedy_logprobs").get<std::vector<double>>();
+      const auto gaps = c.at("greedy_gap").get<std::vector<double>>();
+      Conversation request = loaded.conversation();
+      std::vector<float> logits = loaded.feed(request, prompt, 512);
+      double difference = 0;
+      int64_t clear = 0, equal = 0;
+      for (size_t i = 0; i < greedy.size(); ++i) {
+        difference += std::abs(log_probabilities(logits)[greedy[i]] - expected[i]);
+        if (gaps[i] >= 0.1) {
+          ++clear;
+          equal += argmax(logits) == greedy[i];
+        }
+        logits = loaded.feed(request, std::span(&greedy[i], 1), 1, true);
+      }
+      EXPECT_LE(difference / static_cast<double>(greedy.size()), 0.05) << prompt.size();
+      EXPECT_GE(equal, 0.97 * static_cast<double>(clear)) << prompt.size();
+    }
+  }
+}
+
+int64_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t size = 0, resident = 0;
+  file >> size >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+TEST(KvCache, PagesThatNobodyWroteAreNotResident) {
+  LoadedModel loaded(open_checkpoint(kHy3), {}, 64);
+  ASSERT_TRUE(loaded.ok());
+  const int64_t before = resident_bytes(), pages = 65536;
+  ASSERT_GT(pages * loaded.model().page_bytes(), int64_t{1} << 31);
+  ASSERT_TRUE(loaded.model().allocate_pages(pages, loaded.stream()).ok());
+  Conversation request = loaded.conversation(5000);
+  EXPECT_FALSE(loaded.feed(request, random_ids(20, 512), 20).empty());
+  EXPECT_LT(resident_bytes() - before, int64_t{64} << 20);
+}
+
+/// Loading must fail with this code and a message that holds all of these texts.
+void expect_load_fails(const model::Checkpoint& checkpoint, const model::ModelOptions& options, Code code,
+                       std::initializer_list<const char*> texts) {
+  const auto loaded = model::Model::load(checkpoint, options);
+  ASSERT_FALSE(loaded.ok());
+  EXPECT_EQ(loaded.status().code(), code) << loaded.status().message();
+  for (const char* text : texts) {
+    EXPECT_NE(loaded.status().message().find(text), std::string::npos) << loaded.status().message();
+  }
+}
+
+TEST(Load, NamesTheTensorItsShapeAndTheShapeNeeded) {
+  const std::string gate = "model.layers.1.mlp.experts.3.gate_proj.weight";
+  AlteredCheckpoint checkpoint(kHy3);
+  checkpoint.replace(gate, checkpoint.make(DType::bf16, {64, 256}));
+  expect_load_fails(checkpoint, {}, Code::invalid_argument,
+                    {gate.c_str(), "bf16[64, 256]", "moe_intermediate = 128", "hidden = 256"});
+  checkpoint.remove(gate);
+  checkpoint.replace(gate, checkpoint.make(DType::i32, {128, 256}));
+  expect_load_fails(checkpoint, {}, Code::unsupported, {gate.c_str(), "i32", "q4_1"});
+
+  AlteredCheckpoint norm(kHy3);
+  norm.replace("model.layers.0.self_attn.q_norm.weight", norm.make(DType::f32, {64}));
+  expect_load_fails(norm, {}, Code::invalid_argument, {"q_norm.weight", "f32[64]", "head_dim = 128"});
+}
+
+TEST(Load, RefusesMissingTensors) {
+  for (const char* name :
+       {"model.norm.weight", "lm_head.weight", "model.layers.2.mlp.expert_bias",
+        "model.layers.1.mlp.shared_mlp.up_proj.weight", "model.layers.2.self_attn.v_proj.weight"}) {
+    AlteredCheckpoint checkpoint(kHy3);
+    checkpoint.remove(name);
+    expect_load_fails(checkpoint, {}, Code::not_found, {name});
+  }
+}
+
+TEST(Load, RefusesOptionsOutOfRange) {
+  const auto checkpoint = open_checkpoint(kHy3);
+  expect_load_fails(*checkpoint, {.page_tokens = 24}, Code::invalid_argument,
+                    {"page_tokens is 24", "power of two"});
+  expect_load_fails(*checkpoint, {.page_tokens = 512}, Code::invalid_argument, {"page_tokens is 512"});
+  expect_load_fails(*checkpoint, {.max_tokens = 0}, Code::invalid_argument, {"max_tokens is 0"});
+  expect_load_fails(*checkpoint, {.max_model_len = 4097}, Code::invalid_argument,
+                    {"max_model_len is 4097", "4096"});
+  expect_load_fails(*checkpoint, {.kv_dtype = DType::q8_0}, Code::invalid_argument, {"kv_dtype is q8_0"});
+  expect_load_fails(*checkpoint, {.router_mode = "fast"}, Code::invalid_argument, {"router_mode is 'fast'"});
+}
+
+TEST(Forward, RefusesWhatDoesNotFit) {
+  LoadedModel loaded(open_checkpoint(kHy3), {.max_tokens = 8, .max_requests = 2}, 64);
+  ASSERT_TRUE(loaded.ok());
+  const auto ids = random_ids(9, 512);
+  const auto refused = [&](const model::ForwardInput& input, const char* text) {
+    const Status status = loaded.model().forward(input, Tensor(), loaded.stream());
+    EXPECT_EQ(status.code(), Code::invalid_argument) << status.message();
+    EXPECT_NE(status.message().find(text), std::string::npos) << status.message();
+  };
+  Conversation request = loaded.conversation();
+  StepBuilder too_long = loaded.step().add(request, ids, Rows::none);
+  refused(too_long.input(), "tokens is 9, needs 0 to 8");
+
+  request = loaded.conversation();
+  StepBuilder fits = loaded.step().add(request, std::span(ids).first(4), Rows::none);
+  model::ForwardInput input = fits.input();
+  input.decode_requests = 1;
+  refused(input, "decode request");
+  input = fits.input();
+  input.slots = input.slots.first(3);
+  refused(input, "slots has 3 entries, needs 4");
+  input = fits.input();
+  const std::vector<int64_t> row = {4};
+  input.logit_rows = row;
+  refused(input, "logit row is 4");
+
+  const std::vector<int32_t> bad_ids = {1, 512};
+  request = loaded.conversation();
+  StepBuilder outside = loaded.step().add(request, bad_ids, Rows::none);
+  refused(outside.input(), "512");
+  std::vector<int64_t> bad_slots = {0, 1, 2, int64_t{1} << 40};
+  input = fits.input();
+  input.slots = bad_slots;
+  refused(input, "slots");
+}
+
+TEST(Forward, AnEmptyStepIsAResult) {
+  LoadedModel loaded(open_checkpoint(kHy3), {}, 64);
+  ASSERT_TRUE(loaded.ok());
+  EXPECT_TRUE(loaded.step().run(loaded.stream()).empty());
+}
+
+TEST(Explain, ListsTheCallsOfAStep) {
+  LoadedModel loaded(open_checkpoint(kHy3), {}, 64);
+  ASSERT_TRUE(loaded.ok());
+  std::map<int64_t, std::map<std::string, int>> calls;
+  for (const model::OpUse& use : loaded.model().explain(3, loaded.stream())) {
+    EXPECT_FALSE(use.choice.row.empty()) << use.op;
+    EXPECT_EQ(use.batch, 3);
+    ++calls[use.layer][use.op];
+  }
+  using Counts = std::map<std::string, int>;
+  EXPECT_EQ(calls[-1], (Counts{{"embedding", 1}, {"decode_schedule", 1}, {"rms_norm", 1}, {"linear", 1}}));
+  EXPECT_EQ(calls[0], (Counts{{"rms_norm", 2},
+                              {"linear", 4},
+                              {"attention_prologue", 1},
+                              {"attention_decode", 1},
+                              {"silu_mul", 1}}));
+  EXPECT_EQ(calls[2], (Counts{{"rms_norm", 2},
+                              {"linear", 2},
+                              {"attention_prologue", 1},
+                              {"attention_decode", 1},
+                              {"router_gemm", 1},
+                              {"route_top_k", 1},
+                              {"fused_moe", 1}}));
+}
+
+}  // namespace
+}  // namespace vivace::testing
