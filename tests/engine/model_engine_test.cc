@@ -1,0 +1,198 @@
+#include <cstdlib>
+
+#include "src/engine/model_runner.h"
+#include "tests/engine/traffic.h"
+
+// The engine over real models.
+
+namespace vivace::engine {
+namespace {
+
+const std::string kQwen = std::string(VIVACE_TEST_DATA) + "/tiny-qwen3-moe";
+const std::string kHy3 = std::string(VIVACE_TEST_DATA) + "/tiny-hy3";
+
+std::shared_ptr<const model::Checkpoint> open(const std::string& path) {
+  auto opened = model::Checkpoint::open(path);
+  EXPECT_TRUE(opened.ok()) << opened.status().message();
+  return opened.ok() ? std::shared_ptr<const model::Checkpoint>(std::move(*opened)) : nullptr;
+}
+
+/// The text of a model's tokens; of none when it has no tokenizer.
+TokenBytes bytes_of(const model::Checkpoint& checkpoint) {
+  if (!checkpoint.tokenizer().present()) return no_text;
+  auto made = model::Tokenizer::create(checkpoint.tokenizer());
+  EXPECT_TRUE(made.ok()) << made.status().message();
+  if (!made.ok()) return no_text;
+  return [tokenizer = std::shared_ptr<const model::Tokenizer>(std::move(*made))](
+             int32_t id, bool skip_special) { return tokenizer->bytes_of(id, skip_special); };
+}
+
+std::unique_ptr<Runner> runner_of(std::shared_ptr<const model::Checkpoint> checkpoint,
+                                  const EngineOptions& options) {
+  auto runner = make_model_runner(std::move(checkpoint), options);
+  EXPECT_TRUE(runner.ok()) << runner.status().message();
+  return runner.ok() ? std::move(*runner) : nullptr;
+}
+
+/// An engine that answers one request at a time, with room for all of it and no prefix cache.
+class Hermit {
+ public:
+  Hermit(std::shared_ptr<const model::Checkpoint> checkpoint, const TokenBytes& bytes,
+         EngineOptions options) {
+    options.max_batch = 1;
+    options.token_budget = 512;
+    options.kv_memory_bytes = 0;
+    options.prefix_cache = false;
+    engine_ = start(runner_of(std::move(checkpoint), options), options, bytes);
+  }
+  /// Asked twice, it answers from memory: the seeds of requests differ.
+  Alone answer(const Request& request) {
+    const auto [known, added] = answers_.try_emplace(*request.sampling.seed);
+    if (added) {
+      Answer answer;
+      EXPECT_TRUE(engine_->submit(request, answer.sink()).ok());
+      answer.wait();
+      engine_->drain();
+      known->second = {answer.ids(), answer.text()};
+    }
+    return known->second;
+  }
+
+ private:
+  std::unique_ptr<Engine> engine_;
+  std::map<uint64_t, Alone> answers_;
+};
+
+/// Deterministic mode, a KV pool of little more than one request of full length.
+EngineOptions tight_options(const std::string& path) {
+  constexpr int64_t kLongest = 2048 + 16;
+  EngineOptions options{.model = path,
+                        .threads = 2,
+                        .deterministic = true,
+                        .max_model_len = kLongest,
+                        .max_batch = 16,
+                        .token_budget = 256,
+                        .page_tokens = 16,
+                        .seed = 5};
+  const auto checkpoint = open(path);
+  const auto loaded = model::Model::load(*checkpoint, model_options_of(options));
+  EXPECT_TRUE(loaded.ok());
+  options.kv_memory_bytes = (*loaded)->page_bytes() * (kLongest / options.page_tokens + 20);
+  return options;
+}
+
+void expect_answers_do_not_depend_on_company(const std::string& path, int64_t requests) {
+  const auto checkpoint = open(path);
+  const TokenBytes bytes = bytes_of(*checkpoint);
+  const Load load{.requests = requests, .longest_output = 40, .options = tight_options(path)};
+  const auto hermit = std::make_shared<Hermit>(checkpoint, bytes, load.options);
+  const TrafficTarget target{.make_runner = [&] { return runner_of(checkpoint, load.options); },
+                             .bytes = bytes,
+                             .alone = [&](const Request& request) { return hermit->answer(request); },
+                             .vocab = checkpoint->config().vocab};
+
+  const Outcome first = Traffic(1, load, target).run();
+  ASSERT_FALSE(::testing::Test::HasFailure());
+  EXPECT_EQ(first.stats.finished + first.stats.cancelled, requests + 1);
+  EXPECT_EQ(first.stats.failed, 0);
+  EXPECT_EQ(first.stats.pages_free + first.stats.pages_cached, first.stats.pages_total);
+  EXPECT_GT(first.stats.cancelled, requests / 50);
+  EXPECT_GT(first.stats.cached_tokens, 0);
+  EXPECT_GT(first.stats.preemptions, 0);
+
+  const Outcome second = Traffic(1, load, target).run();
+  EXPECT_EQ(first.plans, second.plans);
+}
+
+TEST(ModelEngine, RandomTrafficOnTheTinyQwen3) {
+  expect_answers_do_not_depend_on_company(kQwen, 60);
+}
+TEST(ModelEngine, RandomTrafficOnTheTinyHy3) {
+  expect_answers_do_not_depend_on_company(kHy3, 60);
+}
+
+TEST(ModelEngine, largeRandomTraffic) {
+  const char* large = std::getenv("VIVACE_LARGE_TESTS");
+  if (large == nullptr || std::string(large) != "1") {
+    GTEST_SKIP() << "10^4 requests take about an hour: VIVACE_LARGE_TESTS=1 runs them";
+  }
+  for (const std::string& path : {kQwen, kHy3}) {
+    SCOPED_TRACE(path);
+    expect_answers_do_not_depend_on_company(path, 5000);
+  }
+}
+
+TEST(ModelEngine, LogProbabilitiesAndAlternatives) {
+  EngineOptions options{.model = kHy3, .threads = 1, .max_model_len = 128};
+  auto engine = Engine::create(options);
+  ASSERT_TRUE(engine.ok()) << engine.status().message();
+  Request request{.prompt_ids = {234}, .max_tokens = 3, .ignore_eos = true};
+  request.sampling.temperature = 0;
+  request.sampling.logprobs = 4;
+  Request silent = request;
+  silent.sampling.logprobs = -1;
+  Answer with, without;
+  ASSERT_TRUE((*engine)->submit(request, with.sink()).ok());
+  ASSERT_TRUE((*engine)->submit(silent, without.sink()).ok());
+  with.wait();
+  without.wait();
+  EXPECT_EQ(with.ids(), without.ids());
+  EXPECT_EQ(with.text(), "") << "this model has no tokenizer";
+  const TokenEvent first = with.events().front();
+  // tests/data/tiny-hy3/references.json, first case.
+  ASSERT_EQ(first.top.size(), 4u);
+  const std::vector<int32_t> ids = {351, 509, 484, 87};
+  const std::vector<double> logprobs = {-4.416545, -4.41703, -4.515518, -4.624217};
+  for (size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(first.top[i].id, ids[i]);
+    EXPECT_NEAR(first.top[i].logprob, logprobs[i], 0.01);
+  }
+  EXPECT_EQ(first.id, ids[0]);
+  EXPECT_EQ(first.logprob, first.top[0].logprob);
+  EXPECT_TRUE(without.events().front().top.empty());
+}
+
+TEST(ModelEngine, RefusesOptionsThatDoNotFit) {
+  const auto refused = [](const EngineOptions& options, Code code, std::initializer_list<const char*> texts) {
+    const auto engine = Engine::create(options);
+    ASSERT_FALSE(engine.ok());
+    EXPECT_EQ(engine.status().code(), code) << engine.status().message();
+    for (const char* text : texts) {
+      EXPECT_NE(engine.status().message().find(text), std::string::npos) << engine.status().message();
+    }
+  };
+  refused({.model = "/nowhere/model.gguf"}, Code::not_found, {"/nowhere/model.gguf"});
+  refused({.model = kHy3, .device = "cuda:0"}, Code::unsupported, {"device is 'cuda:0'"});
+  refused({.model = kHy3, .device = "tpu"}, Code::invalid_argument, {"device is 'tpu'"});
+  refused({.model = kHy3, .threads = -1}, Code::invalid_argument, {"threads is -1"});
+  refused({.model = kHy3, .prefer = "linear=warp"}, Code::not_found, {"warp"});
+  refused({.model = kHy3, .max_model_len = 5000}, Code::invalid_argument, {"max_model_len is 5000", "4096"});
+  refused({.model = kHy3, .max_batch = 0}, Code::invalid_argument, {"0"});
+  // One page of 16 tokens is 3 layers * 2 * 16 * 128 * 4 bytes = 49152; 4096 tokens are 256 pages.
+  refused({.model = kHy3, .kv_memory_bytes = 1 << 20}, Code::invalid_argument,
+          {"kv_memory_bytes is 1048576", "12582912", "--kv-memory", "--max-model-len"});
+}
+
+TEST(PagesOf, HoldsAFewFullRequestsInAQuarterOfTheMemory) {
+  const PoolSize size{
+      .page_bytes = 1000, .pages_per_request = 10, .max_batch = 64, .available_bytes = 1'000'000};
+  const auto with = [&](auto change) {
+    PoolSize changed = size;
+    change(changed);
+    const auto pages = pages_of(changed);
+    return pages.ok() ? *pages : -1;
+  };
+  EXPECT_EQ(with([](PoolSize&) {}), 80) << "eight requests";
+  EXPECT_EQ(with([](PoolSize& s) { s.max_batch = 3; }), 30);
+  EXPECT_EQ(with([](PoolSize& s) { s.available_bytes = 200'000; }), 50) << "a quarter of the memory";
+  EXPECT_EQ(with([](PoolSize& s) { s.available_bytes = 20'000; }), 10) << "at least one request";
+  EXPECT_EQ(with([](PoolSize& s) { s.available_bytes = 9'999; }), -1);
+  EXPECT_EQ(with([](PoolSize& s) { s.available_bytes = 0; }), 80) << "unknown memory";
+  EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 10'000; }), 10);
+  EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 9'999; }), -1);
+  EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 5'000'500; }), 5000);
+  EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = -1; }), -1);
+}
+
+}  // namespace
+}  // namespace vivace::engine

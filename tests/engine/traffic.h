@@ -1,0 +1,172 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/engine/scripted_runner.h"
+
+// Random traffic through the whole engine. All submissions and cancellations happen on the engine thread, at
+// moments that the seed decides, so that two runs can be compared step by step.
+
+namespace vivace::engine {
+
+/// What a request generates in no company.
+struct Alone {
+  std::vector<int32_t> ids;
+  std::string text;
+};
+
+/// The engine under test, and the oracle that knows every answer.
+struct TrafficTarget {
+  std::function<std::unique_ptr<Runner>()> make_runner;
+  TokenBytes bytes = no_text;
+  std::function<Alone(const Request&)> alone;
+  int64_t vocab = 0;
+};
+
+struct Load {
+  int64_t requests = 10000;
+  int64_t longest_output = 400;  ///< of one request in four; the others stop at an eighth of it
+  EngineOptions options{.max_batch = 48, .token_budget = 192, .seed = 5};
+};
+
+struct Outcome {
+  std::vector<uint64_t> plans;  ///< a hash of each step's plan
+  EngineStats stats;
+};
+
+class Traffic {
+ public:
+  Traffic(uint64_t seed, const Load& load, const TrafficTarget& target)
+      : load_(load), target_(target), random_(seed) {
+    for (int i = 0; i < 10; ++i) {
+      prefixes_.emplace_back(static_cast<size_t>(1 + below(400)));
+      for (int32_t& id : prefixes_.back()) id = token();
+    }
+  }
+
+  Outcome run() {
+    Outcome outcome;
+    EngineHooks hooks = audited();
+    hooks.on_plan = [&](const StepPlan& plan) {
+      outcome.plans.push_back(std::hash<std::string>()(to_string(plan)));
+      for (int64_t i = below(3); i > 0 && open_.size() < 60; --i) submit_next();
+      if (below(4) == 0) cancel_one();
+    };
+    engine_ = start(target_.make_runner(), load_.options, target_.bytes, std::move(hooks));
+    // One request without tokens comes from here; its end starts the rest on the engine thread.
+    Request starter;
+    starter.prompt_ids = {1};
+    starter.max_tokens = 0;
+    EXPECT_TRUE(engine_->submit(starter, [&](const TokenEvent&) { submit_next(); }).ok());
+    std::unique_lock lock(mutex_);
+    all_over_.wait(lock, [&] { return over_ == load_.requests; });
+    lock.unlock();
+    engine_->drain();
+    outcome.stats = engine_->stats();
+    engine_.reset();
+    return outcome;
+  }
+
+ private:
+  struct Open {
+    Request request;
+    std::vector<int32_t> ids;
+    std::string text;
+    bool cancelled = false;
+  };
+
+  int32_t token() { return static_cast<int32_t>(below(static_cast<uint64_t>(target_.vocab))); }
+  int64_t below(uint64_t n) { return static_cast<int64_t>(random_() % n); }
+
+  /// Prompts of 1..2000 tokens, most below 250, each order of magnitude as often as the others.
+  Request next_request() {
+    Request request;
+    const double longest = below(12) == 0 ? 2000 : 250;
+    const auto length = static_cast<size_t>(std::pow(longest + 1, static_cast<double>(below(1000)) / 1000));
+    if (below(2) == 0) {
+      const auto& prefix = prefixes_[static_cast<size_t>(below(prefixes_.size()))];
+      request.prompt_ids.assign(prefix.begin(), prefix.begin() + std::min(prefix.size(), length));
+    }
+    while (request.prompt_ids.size() < length) request.prompt_ids.push_back(static_cast<int32_t>(below(499)));
+    request.max_tokens =
+        below(static_cast<uint64_t>(below(4) == 0 ? load_.longest_output : load_.longest_output / 8));
+    if (*request.max_tokens > 0)
+      request.min_tokens = below(3) == 0 ? below(static_cast<uint64_t>(*request.max_tokens)) : 0;
+    request.ignore_eos = below(3) == 0;
+    request.sampling.temperature = static_cast<double>(below(2));
+    request.sampling.seed = random_();
+    if (below(10) == 0) request.cache_salt = "tenant";
+    if (below(4) == 0) request.stop_ids = {static_cast<int32_t>(below(499))};
+    return request;
+  }
+
+  void submit_next() {
+    if (submitted_ == load_.requests) return;
+    ++submitted_;
+    auto open = std::make_shared<Open>();
+    open->request = next_request();
+    const auto id =
+        engine_->submit(open->request, [this, open](const TokenEvent& event) { receive(*open, event); });
+    ASSERT_TRUE(id.ok()) << id.status().message();
+    open_.emplace(*id, open);
+  }
+
+  void cancel_one() {
+    if (open_.empty()) return;
+    const auto chosen = std::next(open_.begin(), below(open_.size()));
+    chosen->second->cancelled = true;
+    engine_->cancel(chosen->first);
+  }
+
+  void receive(Open& open, const TokenEvent& event) {
+    if (event.id >= 0) {
+      ASSERT_FALSE(open.cancelled) << "a token after the cancel";
+      open.ids.push_back(event.id);
+    }
+    open.text += event.text;
+    if (event.finish == FinishReason::none) return;
+    const Request& request = open.request;
+    const Alone alone = target_.alone(request);
+    const std::vector<int32_t>& want = alone.ids;
+    ASSERT_LE(open.ids.size(), want.size());
+    ASSERT_TRUE(std::equal(open.ids.begin(), open.ids.end(), want.begin()))
+        << "request " << event.request << " differs from what it is alone";
+    if (open.cancelled) {
+      ASSERT_EQ(event.finish, FinishReason::cancelled);
+    } else {
+      ASSERT_EQ(open.ids.size(), want.size()) << "request " << event.request;
+      ASSERT_EQ(open.text, alone.text) << "request " << event.request;
+      ASSERT_TRUE(event.finish == FinishReason::stop || event.finish == FinishReason::length);
+    }
+    ASSERT_EQ(event.usage.prompt_tokens, std::ssize(request.prompt_ids));
+    ASSERT_EQ(event.usage.completion_tokens, std::ssize(open.ids));
+    ASSERT_LT(event.usage.cached_tokens, event.usage.prompt_tokens);
+    open_.erase(event.request);
+    if (open_.empty()) submit_next();
+    const std::lock_guard lock(mutex_);
+    if (++over_ == load_.requests) all_over_.notify_all();
+  }
+
+  const Load load_;
+  const TrafficTarget target_;
+  std::mt19937_64 random_;
+  std::vector<std::vector<int32_t>> prefixes_;
+  std::unique_ptr<Engine> engine_;
+  std::map<RequestId, std::shared_ptr<Open>> open_;
+  int64_t submitted_ = 0;
+  std::mutex mutex_;
+  std::condition_variable all_over_;
+  int64_t over_ = 0;
+};
+
+}  // namespace vivace::engine
