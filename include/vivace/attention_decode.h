@@ -14,7 +14,7 @@ struct AttentionDecodeArgs {
   int64_t max_query_tokens = 1;  ///< no request has more query rows; 1 .. 8
   DecodeScheduleParams params;   ///< those that `schedule` was made with
   Tensor schedule;               ///< the map that decode_schedule wrote for these lengths and row ranges
-  Tensor workspace;  ///< u8 or f32, at least attention_decode_workspace_bytes() long, 16-byte aligned
+  Tensor workspace;  ///< u8 [>= attention_decode_workspace_bytes()]; absent when that is 0
 };
 
 /// Attention of one decode step: 1 to 8 query tokens per request, causal among them, over the paged cache,

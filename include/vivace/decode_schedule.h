@@ -34,8 +34,8 @@ struct DecodeScheduleArgs {
 ///
 /// Rule     The (request, KV head) units lie end to end, requests outer, heads inner. A unit of t tiles weighs
 ///          request_cost + max(t, 1), its cost first; a request without query rows weighs nothing. With W the
-///          sum and n = clamp(W / min_tiles, 1, workers), worker i < n starts at weight i * (W / n) + min(i, W % n)
-///          and ends where the next one starts; workers n and above get nothing. A start inside the cost moves
+///          sum and n = clamp(W / min_tiles, 1, workers), worker i < n starts at i * (W / n) + min(i, W % n) and
+///          ends where the next one starts; workers n and above get nothing. A start inside the cost moves
 ///          to tile 0; with piece_tiles it moves up to the next multiple, or to the next unit. Every start
 ///          follows from a prefix sum over the requests alone: no worker waits for another.
 /// Map      int32, three parts in this order:

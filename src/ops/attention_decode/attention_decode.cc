@@ -1,6 +1,7 @@
 #include "vivace/attention_decode.h"
 
 #include "src/core/error.h"
+#include "src/core/workspace.h"
 #include "src/ops/attention/args.h"
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/decode_schedule/view.h"
@@ -39,25 +40,15 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
   const int64_t requests = check["requests"];
   if (requests == 0 || check["tokens"] == 0) return {};
   check.tensor("schedule", args.schedule, {"schedule"})
-      .dtype("schedule", args.schedule, dtypes_mask(DType::i32))
-      .optional("workspace", args.workspace, {"workspace"})
-      .dtype("workspace", args.workspace, dtypes_mask(DType::u8, DType::f32));
+      .dtype("schedule", args.schedule, dtypes_mask(DType::i32));
   VIVACE_TRY(check.status());
   const int64_t ints = decode_schedule_ints(requests, args.params.workers);
   if (args.schedule.shape[0] < ints) {
     return invalid_argument("{}: schedule.shape[0] is {}, needs decode_schedule_ints({}, {}) = {}", kName,
                             args.schedule.shape[0], requests, args.params.workers, ints);
   }
-  const Result<int64_t> bytes = attention_decode_workspace_bytes(args, stream);
-  VIVACE_TRY(bytes.status());
-  if (args.workspace.bytes() < *bytes) {
-    return invalid_argument("{}: workspace has {} bytes, needs attention_decode_workspace_bytes() = {}",
-                            kName, args.workspace.bytes(), *bytes);
-  }
-  if (reinterpret_cast<uintptr_t>(args.workspace.data) % 16 != 0) {
-    return invalid_argument("{}: workspace starts at {}, needs an address that is a multiple of 16", kName,
-                            fmt::ptr(args.workspace.data));
-  }
+  VIVACE_TRY_ASSIGN(const int64_t needed, attention_decode_workspace_bytes(args, stream));
+  VIVACE_TRY(check_workspace(kName, args.workspace, needed));
   if (stream.device == Device::cpu) {
     VIVACE_TRY(check_attention_contents(kName, args.attention, args.max_query_tokens));
     VIVACE_TRY(check_schedule(kName, args.schedule.as<const int32_t>(), args.params,

@@ -9,6 +9,7 @@
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
 
+#include "src/core/workspace.h"
 #include "src/cpu/simd.h"
 #include "src/cpu/thread_pool.h"
 #include "src/ops/attention/tile-inl.h"
@@ -28,7 +29,7 @@ struct Partials {
         head_dim(args.attention.q.shape[2]) {}
   int64_t floats_per_row() const { return 2 + head_dim; }
   float* at(const AttentionDecodeArgs& args, int64_t slot, int64_t row) const {
-    return args.workspace.as<float>() + (slot * rows + row) * floats_per_row();
+    return reinterpret_cast<float*>(first_line(args.workspace)) + (slot * rows + row) * floats_per_row();
   }
 };
 
@@ -106,7 +107,9 @@ int64_t attention_decode_cpu_workspace(const AttentionDecodeArgs& args, const St
   const Partials partials(args);
   const int64_t slots =
       max_partial_slots(args.params, a.page_table.shape[0], a.page_table.shape[1] * a.k.shape[1]);
-  return slots * partials.rows * partials.floats_per_row() * static_cast<int64_t>(sizeof(float));
+  if (slots == 0) return 0;
+  return slots * partials.rows * partials.floats_per_row() * static_cast<int64_t>(sizeof(float)) +
+         kWorkspaceSlack;
 }
 
 Status attention_decode_cpu(const AttentionDecodeArgs& args, const Stream& stream) {
