@@ -10,7 +10,7 @@ namespace vivace::model::jinja {
 namespace {
 
 constexpr int64_t kMaxRange = 100'000;  // as jinja2's sandbox
-constexpr int kMaxDepth = 200;  // evaluations inside evaluations, through macros too; bounds the stack
+constexpr int kMaxDepth = 150;  // evaluations inside evaluations, through macros too; bounds the stack
 
 [[noreturn]] void too_large() {
   throw Error{Error::limit, "an integer needs more than 63 bits"};

@@ -11,6 +11,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "tests/model/sanitizer.h"
+
 namespace vivace::model {
 namespace {
 
@@ -217,11 +219,7 @@ TEST(ChatTemplate, BoundedWorkOnASmallStack) {
     EXPECT_EQ(encode_chat(*chat, *tokenizer, Json::array(), true, {}, deep).status().code(),
               Code::invalid_argument);
   };
-#if defined(__SANITIZE_ADDRESS__)
-  constexpr size_t kStack = 4 << 20;  // the sanitizer's frames are several times as large
-#else
-  constexpr size_t kStack = 512 << 10;
-#endif
+  constexpr size_t kStack = kSanitized ? 4 << 20 : 512 << 10;
   pthread_attr_t attributes;
   ASSERT_EQ(pthread_attr_init(&attributes), 0);
   ASSERT_EQ(pthread_attr_setstacksize(&attributes, kStack), 0);
