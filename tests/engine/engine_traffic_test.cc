@@ -3,23 +3,15 @@
 namespace vivace::engine {
 namespace {
 
-const RunnerShape kShape{.vocab = 97,
-                         .max_model_len = 2500,
-                         .pages = 180,
-                         .page_tokens = 16,
-                         .eos = {0}};
+const RunnerShape kShape{.vocab = 499, .max_model_len = 2500, .pages = 180, .page_tokens = 16, .eos = {0}};
 
-TrafficTarget pseudo_model(const RunnerShape &shape) {
-  return {
-      .make_runner = [shape] { return std::make_unique<PseudoModel>(shape); },
-      .alone =
-          [model =
-               std::make_shared<PseudoModel>(shape)](const Request &request) {
-            return Alone{model->alone(request, *request.sampling.seed,
-                                      *request.max_tokens),
-                         {}};
-          },
-      .vocab = shape.vocab};
+TrafficTarget pseudo_model(const RunnerShape& shape) {
+  return {.make_runner = [shape] { return std::make_unique<PseudoModel>(shape); },
+          .alone =
+              [model = std::make_shared<PseudoModel>(shape)](const Request& request) {
+                return Alone{model->alone(request, *request.sampling.seed, *request.max_tokens), {}};
+              },
+          .vocab = shape.vocab};
 }
 
 TEST(EngineTraffic, EveryAnswerIsWhatItIsAloneAndPlansRepeat) {
@@ -28,8 +20,7 @@ TEST(EngineTraffic, EveryAnswerIsWhatItIsAloneAndPlansRepeat) {
   ASSERT_FALSE(HasFailure());
   EXPECT_EQ(first.stats.finished + first.stats.cancelled, load.requests + 1);
   EXPECT_EQ(first.stats.failed, 0);
-  EXPECT_EQ(first.stats.pages_free + first.stats.pages_cached,
-            first.stats.pages_total);
+  EXPECT_EQ(first.stats.pages_free + first.stats.pages_cached, first.stats.pages_total);
   // The traffic is what it is meant to be.
   EXPECT_GT(first.stats.preemptions, 100);
   EXPECT_GT(first.stats.cancelled, 500);
@@ -51,15 +42,13 @@ TEST(EngineTraffic, OtherShapes) {
     shape.page_tokens = int64_t{1} << (seed % 9);
     shape.pages = 2500 / shape.page_tokens + 1 + static_cast<int64_t>(seed);
     load.options.max_batch = 1 + static_cast<int64_t>(seed * seed % 30);
-    load.options.token_budget =
-        load.options.max_batch + static_cast<int64_t>(seed * 37 % 200);
+    load.options.token_budget = load.options.max_batch + static_cast<int64_t>(seed * 37 % 200);
     load.options.prefix_cache = seed % 3 != 0;
     const Outcome outcome = Traffic(seed, load, pseudo_model(shape)).run();
     ASSERT_FALSE(HasFailure());
-    EXPECT_EQ(outcome.stats.finished + outcome.stats.cancelled,
-              load.requests + 1);
+    EXPECT_EQ(outcome.stats.finished + outcome.stats.cancelled, load.requests + 1);
   }
 }
 
-} // namespace
-} // namespace vivace::engine
+}  // namespace
+}  // namespace vivace::engine
