@@ -163,7 +163,7 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   ProgressLine line;
   report.load = bench::run_load(target, plan, load_options(args, line));
   line.finish();
-  if (args.watch) note("");
+  if (args.watch) note("\n");
   report.peak_memory_bytes = peak_memory_bytes();
   report.engine = engine->stats();
   report.metrics = bench::measure(report.load);

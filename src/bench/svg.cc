@@ -33,7 +33,8 @@ std::string tick_text(double value, double step) {
   return digits == 0 ? pretty(std::round(value)) : fmt::format("{:.{}f}", value, digits);
 }
 
-/// Where ticks stand, with their texts. On a logarithmic axis: powers of ten, with 2 and 5 times them when few fit.
+/// Where ticks stand, with their texts. On a logarithmic axis: powers of ten, with multiples between them where few
+/// powers fit.
 std::vector<std::pair<double, std::string>> x_ticks(const Axis& axis, int wanted) {
   std::vector<std::pair<double, std::string>> ticks;
   if (!axis.logarithmic) {
@@ -43,11 +44,17 @@ std::vector<std::pair<double, std::string>> x_ticks(const Axis& axis, int wanted
     }
     return ticks;
   }
-  const bool dense = std::log10(axis.high / axis.low) < 2.5;
+  const double decades = std::log10(axis.high / axis.low);
+  std::vector<double> factors = {1};
+  if (decades < 1.2) {
+    factors = {1, 2, 5};
+  } else if (decades < 2.5) {
+    factors = {1, 3};
+  }
   for (double power = std::pow(10, std::floor(std::log10(axis.low))); power <= axis.high; power *= 10) {
-    for (const double factor : {1.0, 2.0, 5.0}) {
+    for (const double factor : factors) {
       const double x = power * factor;
-      if ((factor > 1 && !dense) || x < axis.low * 0.999 || x > axis.high * 1.001) continue;
+      if (x < axis.low * 0.999 || x > axis.high * 1.001) continue;
       ticks.push_back({x, tick_text(x, std::min(1.0, power))});
     }
   }
