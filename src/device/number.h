@@ -1,0 +1,108 @@
+#pragma once
+
+// Element types of tensors on the device, and 16-byte vectors of them as fp32.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+#include "vivace/tensor.h"
+
+namespace vivace::device {
+
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+using fp8 = __nv_fp8_e4m3;
+
+inline constexpr float kFp8Max = 448.f;  ///< largest finite e4m3
+
+__device__ __forceinline__ float to_float(float v) {
+  return v;
+}
+__device__ __forceinline__ float to_float(bf16 v) {
+  return __bfloat162float(v);
+}
+__device__ __forceinline__ float to_float(f16 v) {
+  return __half2float(v);
+}
+__device__ __forceinline__ float to_float(fp8 v) {
+  return static_cast<float>(v);
+}
+
+/// Rounded to nearest even; fp8 saturates.
+template <class T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ f16 from_float<f16>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ fp8 from_float<fp8>(float v) {
+  return fp8(v);
+}
+
+/// `kCount` neighbouring elements, loaded and stored as one access of up to 16 bytes.
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vec {
+  static_assert(sizeof(T) * kCount <= 16, "one access is at most 16 bytes");
+  T v[kCount];
+};
+
+/// As many elements as 16 bytes hold.
+template <class T>
+inline constexpr int kVec = 16 / static_cast<int>(sizeof(T));
+
+template <int kCount, class T>
+__device__ __forceinline__ void load_floats(const T* p, float (&out)[kCount]) {
+  const Vec<T, kCount> vec = *reinterpret_cast<const Vec<T, kCount>*>(p);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out[i] = to_float(vec.v[i]);
+}
+
+template <int kCount, class T>
+__device__ __forceinline__ void store_floats(const float (&in)[kCount], T* p) {
+  Vec<T, kCount> vec;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) vec.v[i] = from_float<T>(in[i]);
+  *reinterpret_cast<Vec<T, kCount>*>(p) = vec;
+}
+
+/// Calls body(T{}) with the device type of `dtype`, one of the listed ones; false when it is none of them.
+template <class... T, class Body>
+bool with_type(DType dtype, Body&& body);
+
+template <class T>
+constexpr DType dtype_of();
+template <>
+constexpr DType dtype_of<float>() {
+  return DType::f32;
+}
+template <>
+constexpr DType dtype_of<bf16>() {
+  return DType::bf16;
+}
+template <>
+constexpr DType dtype_of<f16>() {
+  return DType::f16;
+}
+template <>
+constexpr DType dtype_of<fp8>() {
+  return DType::fp8_e4m3;
+}
+
+template <class... T, class Body>
+bool with_type(DType dtype, Body&& body) {
+  return ((dtype == dtype_of<T>() && (body(T{}), true)) || ...);
+}
+
+}  // namespace vivace::device

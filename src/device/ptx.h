@@ -1,0 +1,200 @@
+#pragma once
+
+// The few PTX instructions that kernels here need and CUDA C++ has no word for: dependent launches, mbarriers, bulk and
+// tensor copies, clusters, named barriers. A thin layer over cuda::ptx. Shared-memory operands are ordinary pointers.
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <cuda/ptx>
+
+#include <cstdint>
+
+namespace vivace::device {
+
+namespace ptx = ::cuda::ptx;
+
+// ---- programmatic dependent launch (no effect before compute capability 9.0, where kernels never overlap)
+
+/// Blocks until the kernels this one depends on have ended and their writes are visible. Loads of what they cannot have
+/// written may come before it.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the dependent kernel's CTAs start as soon as every CTA of this one has called it or ended. Says nothing about
+/// this kernel's writes: the dependent waits for those itself.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- 16-byte asynchronous copies (compute capability 8.0)
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+/// Copies 16 bytes, or writes 16 zero bytes when `valid` is false; `source` is then not read.
+__device__ __forceinline__ void copy_16_async(void* destination, const void* source, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)),
+               "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/// Until at most `kPending` of this thread's committed groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
+
+// ---- mbarriers
+
+using Barrier = uint64_t;  ///< in shared memory, 8-byte aligned
+
+__device__ __forceinline__ void init_barrier(Barrier* barrier, uint32_t arrivals) {
+  ptx::mbarrier_init(barrier, arrivals);
+}
+/// After the inits, before any other thread or the copy engine uses the barriers (a thread barrier must follow).
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+/// Arrives and announces `bytes` that copies will bring to this phase.
+__device__ __forceinline__ void arrive_and_expect(Barrier* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+/// Waits until the phase of this parity is complete.
+__device__ __forceinline__ void wait_for(Barrier* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+/// The same barrier in another CTA of the cluster.
+__device__ __forceinline__ void arrive_at(Barrier* barrier, uint32_t cta_rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(barrier)),
+      "r"(cta_rank)
+      : "memory");
+}
+
+/// Stage index and phase parity of a ring of `kStages` shared-memory buffers. The producer starts with parity 1: its
+/// first wait for "empty" must not block.
+template <int kStages>
+struct RingPosition {
+  uint32_t stage = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// ---- bulk and tensor copies (one thread issues; they complete on an mbarrier)
+
+/// `bytes` a multiple of 16, both addresses 16-byte aligned.
+__device__ __forceinline__ void bulk_load(void* destination, const void* source, uint32_t bytes,
+                                          Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(destination)),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void tensor_load(void* destination, const CUtensorMap* map, Barrier* barrier,
+                                            int c0, int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+      "%4}], [%2];" ::"r"(shared_address(destination)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
+      : "memory");
+}
+__device__ __forceinline__ void tensor_load(void* destination, const CUtensorMap* map, Barrier* barrier,
+                                            int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
+      "%5}], "
+      "[%2];" ::"r"(shared_address(destination)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+__device__ __forceinline__ void tensor_load(void* destination, const CUtensorMap* map, Barrier* barrier,
+                                            int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
+      "%5, %6}], "
+      "[%2];" ::"r"(shared_address(destination)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+/// Shared memory written by ordinary stores becomes visible to the copy engine and the tensor cores; each writing thread
+/// calls it before the barrier that hands the data over.
+__device__ __forceinline__ void publish_to_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- clusters
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+/// The address in CTA `rank`'s shared memory that corresponds to `p` here.
+template <class T>
+__device__ __forceinline__ T* in_cta(T* p, uint32_t rank) {
+  uint64_t mapped;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
+  return reinterpret_cast<T*>(mapped);
+}
+
+// ---- warp-group registers
+
+template <int kRegisters>
+__device__ __forceinline__ void give_up_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
+#endif  // compute capability 9.0
+
+// ---- named barriers: `id` 1..15, `threads` a multiple of 32
+
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_named_barrier(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace vivace::device

@@ -1,0 +1,43 @@
+#pragma once
+
+// Sums and maxima over a warp or a block. Every lane, or every thread, gets the result. The order is fixed, so sums
+// repeat bit for bit.
+
+#include <cuda_runtime.h>
+
+namespace vivace::device {
+
+struct Sum {
+  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+  static constexpr float kIdentity = 0.f;
+};
+struct Max {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+  static constexpr float kIdentity = -INFINITY;
+};
+
+/// Over groups of `kLanes` neighbouring lanes (a power of two).
+template <class Op, int kLanes = 32>
+__device__ __forceinline__ float warp_reduce(float v) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) v = Op{}(v, __shfl_xor_sync(0xffffffffu, v, step));
+  return v;
+}
+
+/// Over a block of `kThreads` (a multiple of 32). Contains two block barriers: the shared slots may be reused at once.
+template <class Op, int kThreads>
+__device__ __forceinline__ float block_reduce(float v) {
+  constexpr int kWarps = kThreads / 32;
+  v = warp_reduce<Op>(v);
+  if constexpr (kWarps == 1) return v;
+  __shared__ float partial[kWarps];
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = Op::kIdentity;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) v = Op{}(v, partial[w]);
+  __syncthreads();
+  return v;
+}
+
+}  // namespace vivace::device
