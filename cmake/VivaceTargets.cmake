@@ -22,10 +22,6 @@ elseif(NOT VIVACE_SANITIZE STREQUAL "")
   message(FATAL_ERROR "VIVACE_SANITIZE is ${VIVACE_SANITIZE}, needs address, thread or nothing")
 endif()
 
-if(VIVACE_HAS_CUDA)
-  target_compile_definitions(vivace_options INTERFACE VIVACE_CUDA=1)
-endif()
-
 # Portable kernels carry machine code for 8.0 and 9.0 and PTX for what comes later; files named sm90*.cu use
 # instructions of compute capability 9.0a alone.
 set(VIVACE_CUDA_FLAGS -Xfatbin -compress-all --compress-mode=size -lineinfo -Xptxas -warn-spills
