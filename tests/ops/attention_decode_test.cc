@@ -46,6 +46,38 @@ TEST(AttentionDecode, AnyNumberOfWorkers) {
   }
 }
 
+/// A NaN score makes its row NaN however the keys are cut; a score of -infinity weighs nothing.
+TEST(AttentionDecode, NanShows) {
+  for (const NanCase& nan : kNanCases) {
+    for (const NanOptions& options : kNanOptions) {
+      for (const auto& [workers, piece_tiles] : {std::pair{1, 0}, {3, 0}, {24, 0}, {2, 1}, {5, 4}}) {
+        SCOPED_TRACE(testing::Message() << nan.name << ", sinks " << options.sinks << ", " << workers
+                                        << " workers, " << piece_tiles << " tiles a piece");
+        const AttentionDecodeCase c{{.name = "",
+                                     .requests = {{400, 2}, {64, 1}, {0, 1}},
+                                     .window = options.window,
+                                     .soft_cap = options.soft_cap,
+                                     .sinks = options.sinks},
+                                    {.tile_tokens = 16, .workers = workers, .piece_tiles = piece_tiles}};
+        AttentionDecodeProblem want(c, 1);
+        set_nan(want, nan);
+        ASSERT_OK(attention_decode_reference(want.args, Stream{}));
+        if (options.window == 0) {
+          EXPECT_EQ(std::isnan(want.output.as<float>()[9 * 64]), nan_expected(nan, options));
+        }
+        for_each_fitting_row(kAttentionDecode, want.args, Stream{}, [&](const Row<AttentionDecodeArgs>& row) {
+          SCOPED_TRACE(row.name);
+          AttentionDecodeProblem got(c, 1);
+          set_nan(got, nan);
+          ASSERT_OK(row.run(got.args, Stream{}));
+          EXPECT_TRUE(nan_alike(got.args.attention.output, want.args.attention.output));
+          EXPECT_TRUE(nan_alike(got.lse, want.lse));
+        });
+      }
+    }
+  }
+}
+
 /// The promise that preemption by recomputation, prefix caches and chunked prefill rest on: a token's row has the
 /// same bits from one prefill, and from decode steps of any width in any company.
 TEST(AttentionDecode, BitsOfPrefill) {

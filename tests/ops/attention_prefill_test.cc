@@ -98,6 +98,38 @@ TEST(AttentionPrefill, LaterTokensDoNotReachEarlierOnes) {
   EXPECT_TRUE(std::isnan(dirty.output.as<float>()[50 * 9 * 64])) << "a NaN that is seen must show";
 }
 
+/// A NaN score makes its row NaN however the keys are cut; a score of -infinity weighs nothing.
+TEST(AttentionPrefill, NanShows) {
+  for (const NanCase& nan : kNanCases) {
+    for (const NanOptions& options : kNanOptions) {
+      for (const int64_t split : {0, 64, 80}) {
+        SCOPED_TRACE(testing::Message() << nan.name << ", sinks " << options.sinks << ", split " << split);
+        const AttentionPrefillCase c{{.name = "",
+                                      .requests = {{400, 3}, {64, 2}},
+                                      .window = options.window,
+                                      .soft_cap = options.soft_cap,
+                                      .sinks = options.sinks},
+                                     split};
+        AttentionPrefillProblem want(c, 1);
+        set_nan(want, nan);
+        ASSERT_OK(attention_prefill_reference(want.args, Stream{}));
+        if (options.window == 0) {
+          EXPECT_EQ(std::isnan(want.output.as<float>()[2 * 9 * 64]), nan_expected(nan, options));
+        }
+        for_each_fitting_row(kAttentionPrefill, want.args, Stream{},
+                             [&](const Row<AttentionPrefillArgs>& row) {
+                               SCOPED_TRACE(row.name);
+                               AttentionPrefillProblem got(c, 1);
+                               set_nan(got, nan);
+                               ASSERT_OK(row.run(got.args, Stream{}));
+                               EXPECT_TRUE(nan_alike(got.args.attention.output, want.args.attention.output));
+                               EXPECT_TRUE(nan_alike(got.lse, want.lse));
+                             });
+      }
+    }
+  }
+}
+
 /// https://github.com/flashinfer-ai/flashinfer/issues/941 : NaN in unused slots of the last page reached the output.
 TEST(AttentionPrefill, FieldCaseH05UnusedSlots) {
   for (const DType type : {DType::f32, DType::bf16}) {

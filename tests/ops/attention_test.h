@@ -79,6 +79,61 @@ inline ::testing::AssertionResult same_bits(const Tensor& a, const Tensor& b) {
   return ::testing::AssertionSuccess();
 }
 
+/// What `value` is written to: keys [first, last) of request 0, or every query when there are none.
+struct NanCase {
+  const char* name;
+  int64_t first, last;
+  float value = NAN;
+};
+
+/// A whole piece of any cut, several, parts of one; with -infinity a piece without weight beside others.
+inline constexpr NanCase kNanCases[] = {
+    {"queries", 0, 0},
+    {"all keys", 0, 400},
+    {"keys 128 to 191", 128, 192},
+    {"keys 256 to 399", 256, 400},
+    {"key 77", 77, 78},
+    {"the last key", 399, 400},
+    {"-inf at 0 to 191", 0, 192, -INFINITY},
+    {"-inf everywhere", 0, 400, -INFINITY},
+};
+
+struct NanOptions {
+  bool sinks;
+  double soft_cap;
+  int64_t window;
+};
+inline constexpr NanOptions kNanOptions[] = {{false, 0, 0}, {true, 0, 0}, {true, 5, 150}};
+
+/// For a row of request 0 that sees all keys, without a soft cap: -infinity everywhere is 0 / 0 unless there is a
+/// sink.
+inline bool nan_expected(const NanCase& c, const NanOptions& options) {
+  return std::isnan(c.value) || (c.last - c.first == 400 && !options.sinks);
+}
+
+/// All queries positive, so that a score is NaN or -infinity exactly where its key is.
+inline void set_nan(AttentionProblem& p, const NanCase& c) {
+  const Tensor& q = p.args.q;
+  for (int64_t t = 0; t < q.shape[0]; ++t) {
+    for (int64_t i = 0; i < q.shape[1] * q.shape[2]; ++i)
+      store(q.dtype, q.at(t).data, i,
+            c.last == 0 ? c.value : std::abs(load(q.dtype, q.at(t).data, i)) + 0.01);
+  }
+  const int64_t seen = request_range(p.args, 0).first_key(0, p.args.window);
+  for (int64_t j = std::max(c.first, seen); j < c.last; ++j)
+    for (int64_t h = 0; h < p.args.k.shape[2]; ++h) p.set_key(0, j, h, c.value);
+}
+
+/// NaN and infinity in the same places, other numbers close; how close is the business of other tests.
+inline ::testing::AssertionResult nan_alike(const Tensor& got, const Tensor& want) {
+  const std::vector<double> g = values_of(got), w = values_of(want);
+  for (size_t i = 0; i < w.size(); ++i) {
+    const bool alike = std::isnan(w[i]) ? std::isnan(g[i]) : g[i] == w[i] || std::abs(g[i] - w[i]) < 1e-3;
+    if (!alike) return ::testing::AssertionFailure() << "[" << i << "] is " << g[i] << ", needs " << w[i];
+  }
+  return ::testing::AssertionSuccess();
+}
+
 /// Address space that costs memory only where it is touched, for tensors with giant strides.
 class SparseMemory {
  public:

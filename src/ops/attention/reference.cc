@@ -43,6 +43,7 @@ void reference_row(const AttentionArgs& args, int64_t request, int64_t i, int64_
     double maximum = *std::max_element(scores.begin(), scores.end());
     const double sink = args.sinks.present() ? args.sinks.as<const float>()[head] : -kInfinity;
     maximum = std::max(maximum, sink);
+    if (maximum == -kInfinity) maximum = 0;  // so that such scores weigh 0, and only a NaN is NaN here
     denominator = std::exp(sink - maximum);
     for (int64_t j = first; j < last; ++j) {
       const double p = std::exp(scores[j - first] - maximum);
@@ -53,7 +54,7 @@ void reference_row(const AttentionArgs& args, int64_t request, int64_t i, int64_
     lse = maximum + std::log(denominator);
   }
   for (int64_t d = 0; d < head_dim; ++d)
-    store(output.dtype, output.data, d, denominator > 0 ? sum[d] / denominator : 0.0);
+    store(output.dtype, output.data, d, scores.empty() ? 0.0 : sum[d] / denominator);
   if (args.lse.present()) store(DType::f32, args.lse.at(row).data, head, lse);
 }
 

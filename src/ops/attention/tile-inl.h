@@ -64,9 +64,12 @@ struct KeySource {
   }
 };
 
-/// The weights of a row so far: sum of 2^(s - maximum), and the maximum in units of log2.
+/// The weights of a row so far: sum of 2^(s - maximum), and the maximum in units of log2. A NaN score shows in
+/// the sum alone: the maximum may pass over it.
 struct RowState {
   float maximum = kNoKeys, sum = 0;
+  /// No key so far, or keys of score -infinity only, which weigh nothing.
+  bool weightless() const { return maximum == kNoKeys && sum == 0; }
 };
 
 /// Query rows of one KV head with their running sums. Rows are in order of their token.
@@ -75,8 +78,8 @@ struct QueryBlock {
   double cap_log2 = 0;                      ///< soft_cap * log2(e), 0: none
   int64_t first[kMaxRows], last[kMaxRows];  ///< keys that a row sees
   RowState state[kMaxRows];
-  alignas(
-      64) float q[kMaxRows * kMaxHeadDim];  ///< scaled, so that a score is in units of log2 (or of the cap)
+  /// Scaled, so that a score is in units of log2 (or of the cap).
+  alignas(64) float q[kMaxRows * kMaxHeadDim];
   alignas(64) float sum[kMaxRows * kMaxHeadDim];
 
   void clear() {
@@ -243,10 +246,11 @@ HWY_NOINLINE void weigh(float* scores, int64_t begin, int64_t end, double cap_lo
   std::fill(scores + low, scores + begin, kNoKeys);
   std::fill(scores + end, scores + high, kNoKeys);
   if (cap_log2 > 0) {
-    // cap * tanh(x), x = scores, by 2^(2 x log2 e); beyond +-16 the quotient is +-1 in fp32.
+    // cap * tanh(x), x = scores, by 2^(2 x log2 e); from 16 on the quotient is 1 in fp32. A NaN stays.
     const auto cap = hn::Set(d, static_cast<float>(cap_log2)), one = hn::Set(d, 1.0f);
     for (int64_t j = low; j < high; j += step) {
-      const auto x = hn::Min(hn::Set(d, 16.0f), hn::Max(hn::Set(d, -16.0f), hn::Load(d, scores + j)));
+      const auto given = hn::Load(d, scores + j), most = hn::Set(d, 16.0f);
+      const auto x = hn::IfThenElse(hn::Gt(given, most), most, given);
       const auto e = exp2(d, hn::Mul(x, hn::Set(d, static_cast<float>(2 * kLog2E))));
       hn::Store(hn::Mul(cap, hn::Div(hn::Sub(e, one), hn::Add(e, one))), d, scores + j);
     }
@@ -264,7 +268,8 @@ HWY_NOINLINE void weigh(float* scores, int64_t begin, int64_t end, double cap_lo
     }
     state.maximum = block_maximum;
   }
-  const auto maximum = hn::Set(d, state.maximum);
+  // Without a score above -infinity the weights are 0, or NaN for a NaN; -infinity - -infinity would be NaN for both.
+  const auto maximum = hn::Set(d, state.maximum == kNoKeys ? 0.0f : state.maximum);
   auto total = hn::Zero(d);
   for (int64_t j = low; j < high; j += step) {
     const auto weight = exp2(d, hn::Sub(hn::Load(d, scores + j), maximum));
@@ -368,12 +373,12 @@ HWY_NOINLINE void load_queries(const AttentionArgs& args, const RequestRange& ra
   rows.clear();
 }
 
-/// total += part, where both are sums over disjoint keys. Adding a part without keys changes no bit, and
+/// total += part, where both are sums over disjoint keys. Adding a part without weight changes no bit, and
 /// adding to nothing copies.
 HWY_NOINLINE void merge(RowState& total, float* total_sum, const RowState& part, const float* part_sum,
                         int64_t pitch) {
-  if (part.maximum == kNoKeys) return;
-  if (total.maximum == kNoKeys) {
+  if (part.weightless()) return;
+  if (total.weightless()) {
     total = part;
     std::copy(part_sum, part_sum + pitch, total_sum);
     return;
@@ -390,13 +395,13 @@ HWY_NOINLINE void merge(RowState& total, float* total_sum, const RowState& part,
   total.maximum = maximum;
 }
 
-/// Writes one row of output and lse: `row` of q, query head `head`.
-HWY_NOINLINE void finish(const AttentionArgs& args, const RowState& state, const float* sum, int64_t row,
-                         int64_t head) {
+/// Writes one row of output and lse: the request's token `token`, query head `head`.
+HWY_NOINLINE void finish(const AttentionArgs& args, const RequestRange& range, int64_t token, int64_t head,
+                         const RowState& state, const float* sum) {
   const FloatTag d;
-  const int64_t head_dim = args.q.shape[2];
+  const int64_t head_dim = args.q.shape[2], row = range.row_begin + token;
   double scale = 0, lse = kNoKeys;
-  if (state.maximum != kNoKeys) {
+  if (range.last_key(token) > 0) {
     double maximum = state.maximum, total = state.sum;
     scale = 1;
     if (args.sinks.present()) {

@@ -65,7 +65,7 @@ void attention_decode_piece(const AttentionDecodeArgs& args, const SchedulePiece
       const int64_t token = r / heads, h = head + r % heads;
       const float* sum = rows.sum + r * rows.pitch;
       if (piece.slot < 0) {
-        finish(a, rows.state[r], sum, range.row_begin + token, piece.head_kv * group + h);
+        finish(a, range, token, piece.head_kv * group + h, rows.state[r], sum);
         continue;
       }
       float* partial = partials.at(args, piece.slot, token * group + h);
@@ -92,7 +92,7 @@ void attention_decode_merge(const AttentionDecodeArgs& args, const ScheduleSplit
       std::copy(partial + 2, partial + 2 + head_dim, part);
       merge(total, sum, {partial[0], partial[1]}, part, pitch);
     }
-    finish(a, total, sum, range.row_begin + r / group, split.head_kv * group + r % group);
+    finish(a, range, r / group, split.head_kv * group + r % group, total, sum);
   }
 }
 

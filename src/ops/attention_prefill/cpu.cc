@@ -42,13 +42,13 @@ void attention_prefill_block(const AttentionPrefillArgs& args, int64_t request, 
         merge(total[r], total_sum + r * pitch, rows.state[r], rows.sum + r * pitch, pitch);
     }
     for (int64_t r = 0; r < rows.rows; ++r) {
-      if (total[r].maximum == kNoKeys) continue;
+      if (total[r].weightless()) continue;
       rows.state[r] = total[r];
       std::copy(total_sum + r * pitch, total_sum + (r + 1) * pitch, rows.sum + r * pitch);
     }
   }
   for (int64_t r = 0; r < rows.rows; ++r)
-    finish(a, rows.state[r], rows.sum + r * pitch, range.row_begin + token + r / heads, head + r % heads);
+    finish(a, range, token + r / heads, head + r % heads, rows.state[r], rows.sum + r * pitch);
 }
 
 }  // namespace vivace::HWY_NAMESPACE
