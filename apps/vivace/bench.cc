@@ -43,14 +43,29 @@ Status make_plan(const BenchServeArgs& args, const ModelFiles& files, const Engi
 /// Touches the weights once, so that the first timed request does not pay for reading the file.
 Status warm_up(bench::Target& target, const std::vector<bench::PlannedRequest>& plan) {
   bench::PlannedRequest request;
+  // Backwards: no request of the plan may find its first page in the prefix cache.
   const std::vector<int32_t>& ids = plan.front().prompt_ids;
-  request.prompt_ids.assign(ids.begin(),
-                            ids.begin() + std::min<int64_t>(16, static_cast<int64_t>(ids.size())));
+  request.prompt_ids.assign(ids.rbegin(),
+                            ids.rbegin() + std::min<int64_t>(16, static_cast<int64_t>(ids.size())));
   request.output_tokens = 1;
   const bench::LoadResult result = bench::run_load(target, {request}, {});
   const std::string& error = result.requests.front().error;
   return error.empty() ? Status()
                        : Status(Code::internal, "the request before the timed run failed: " + error);
+}
+
+/// `text` with each run of white space as one space, across pieces; `begin` starts a new text.
+std::string one_line(std::string_view text, bool begin) {
+  static bool after_space = true;  // watched pieces come from one thread
+  if (begin) after_space = true;
+  std::string out;
+  for (const char c : text) {
+    const bool space = c == ' ' || (c >= '\t' && c <= '\r');
+    if (!space) out += c;
+    if (space && !after_space) out += ' ';
+    after_space = space;
+  }
+  return out;
 }
 
 bench::LoadOptions load_options(const BenchServeArgs& args, ProgressLine& line) {
@@ -61,8 +76,9 @@ bench::LoadOptions load_options(const BenchServeArgs& args, ProgressLine& line) 
   if (args.watch) {
     // The text is the progress; both on one terminal would tear each other apart.
     options.watch = [](const std::string& text, bool begin) {
+      // Runs of white space as one space: the text of small models is full of empty lines.
       if (begin) std::fputs("\n\n> ", stderr);
-      std::fputs(text.c_str(), stderr);
+      std::fputs(one_line(text, begin).c_str(), stderr);
       std::fflush(stderr);
     };
     return options;
@@ -142,7 +158,16 @@ Status write_results(const BenchServeArgs& args, const bench::Report& report) {
   return {};
 }
 
+/// What cannot be written is said before the run, not after it.
+Status check_outputs(const BenchServeArgs& args) {
+  if (args.report_file == "-") return invalid_argument("--report is '-', needs the path of an HTML file");
+  if (!args.json_file.empty() && args.json_file != "-") VIVACE_TRY(check_writable(args.json_file).at("--json"));
+  if (!args.report_file.empty()) VIVACE_TRY(check_writable(args.report_file).at("--report"));
+  return {};
+}
+
 Status run_bench(const BenchServeArgs& args, int64_t& failures) {
+  VIVACE_TRY(check_outputs(args));
   const auto start = Clock::now();
   bench::Report report;
   VIVACE_TRY_ASSIGN(ModelFiles files, open_model_files(args.engine.model));

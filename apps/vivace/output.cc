@@ -50,6 +50,13 @@ Status write_file(const std::string& path, std::string_view text) {
   return {};
 }
 
+Status check_writable(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "ab");
+  if (file == nullptr) return io_error("{}: cannot be written: {}", path, std::strerror(errno));
+  std::fclose(file);
+  return {};
+}
+
 std::string visible(std::string_view bytes) {
   model::Utf8Stream stream;
   const std::string valid = stream.push(bytes) + stream.finish();

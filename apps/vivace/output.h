@@ -24,6 +24,8 @@ void note(const std::string& text);
 /// Standard error is a terminal: a progress line may be redrawn.
 bool interactive();
 Status write_file(const std::string& path, std::string_view text);
+/// Whether write_file could work: the file is made when it does not exist, and left as it is when it does.
+Status check_writable(const std::string& path);
 /// Control characters as escapes and invalid UTF-8 as U+FFFD, so that a token can be shown inside a line.
 std::string visible(std::string_view bytes);
 

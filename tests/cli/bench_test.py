@@ -40,6 +40,7 @@ class BenchServe(Case):
         self.assertEqual(got["prompt_tokens"], 4 * 128)
         self.assertEqual(got["output_tokens"], 4 * 64)
         self.assertEqual(got["rate"], 50)
+        self.assertEqual(got["cached_tokens"], 0, "what runs before the timed requests must not help them")
         self.assertIsNone(got["concurrency"])
 
     def test_report_and_text(self):
@@ -58,6 +59,12 @@ class BenchServe(Case):
         self.assertIsNone(re.search(r"(src|href)=|url\(|@import|https?:", html), "the page stands alone")
         self.assertIn("prefers-color-scheme:dark", html)
         self.assertNotIn("nan", re.sub(r"<title>.*?</title>", "", html).lower().replace("financ", ""))
+
+    def test_outputs_are_checked_before_the_run(self):
+        for flag in ("--json", "--report"):
+            run = self.fails(1, flag, "bench", "serve", "--model", HY3, flag, "/nowhere/out")
+            self.assertNotIn("ready after", run.err)
+        self.fails(1, "--report is '-'", "bench", "serve", "--model", HY3, "--report", "-")
 
     def test_failures_are_counted(self):
         run = self.fails(1, "192", "bench", "serve", "--model", HY3, "--workload", "uniform", "--max-model-len", 100)
