@@ -125,9 +125,8 @@ void add_engine(CLI::App& app, EngineOptions& o) {
                       throw CLI::ValidationError(value.status().message(), CLI::ExitCodes::ValidationError);
                     o.prefer = text;
                   },
-                  "Try these rows first: OP=ROW[,OP=ROW], such as linear=reference\nA preferred row that "
-                  "does not fit is an error "
-                  "with its reason")
+                  "Use these rows alone: OP=ROW[,OP=ROW], such as linear=reference\nA call that they do "
+                  "not fit is an error with the reason")
                ->type_name("OP=ROW"));
   in_group(integer(app, "--max-model-len", 1, kAny,
                    "Longest prompt plus output, in tokens [the model's context]",

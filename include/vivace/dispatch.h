@@ -70,9 +70,11 @@ class Dispatch {
  public:
   Dispatch();
 
-  /// `text` is "OP=ROW[,OP=ROW...]": ROW is a row's name or a prefix of it up to a dot ("cuda"). The rows it
-  /// names are tried first, and a call that all of them refuse is an error with their reasons, not a
-  /// fallback. Fails  not_found: no such operator or row; the message lists those there are.
+  /// `text` is "OP=ROW[,OP=ROW...]": ROW is a row's name or a prefix of it up to a dot ("cuda"). Only the rows
+  /// it names are tried, and a call that all of them refuse is an error with their reasons, not a fallback.
+  ///
+  /// Fails    invalid_argument: not of that form. not_found: no such operator or row; the message lists those
+  ///          there are.
   Status prefer(std::string_view text);
   /// The preference for `op`, or "".
   std::string_view preferred(std::string_view op) const;

@@ -65,8 +65,9 @@ struct Operator {
   std::span<const Row<Args>> rows;
 };
 
-/// Position of an operator in operators(); -1 when it is not listed (a test's own table).
-int operator_index(std::string_view name);
+/// Position in operators() of the operator whose table begins at `rows`; -1 when it is not listed (a test's
+/// own table, whatever its name).
+int operator_index(const void* rows);
 
 namespace internal {
 /// Whether the preference `prefix` names `row`: equal, or equal up to a dot.
@@ -75,8 +76,8 @@ Status no_row_fits(std::string_view op, std::string_view preferred, const std::v
 std::string refusal(std::span<const Need> needs, Device row_device, Device call_device, const Facts& facts);
 }  // namespace internal
 
-/// The first row that fits, preferred rows before all others; null when none does. Reasons go to `refused` if
-/// given.
+/// The first row that fits, among those that the stream's preference names or, without one, among all; null
+/// when none does. Reasons go to `refused` if given.
 template <class Args>
 const Row<Args>* choose(const Operator<Args>& op, const Args& args, const Stream& stream,
                         std::vector<Refusal>* refused = nullptr) {
@@ -96,19 +97,23 @@ const Row<Args>* choose(const Operator<Args>& op, const Args& args, const Stream
   return nullptr;
 }
 
-/// Chooses a row, counts the call and runs it. unsupported: no row fits; the message lists each with its
-/// reason.
+namespace internal {
+/// The error of a call that no row fits: each row with its reason.
+template <class Args>
+Status refuse(const Operator<Args>& op, const Args& args, const Stream& stream) {
+  std::vector<Refusal> refused;
+  choose(op, args, stream, &refused);
+  return no_row_fits(op.name, stream.dispatch ? stream.dispatch->preferred(op.name) : "", refused);
+}
+}  // namespace internal
+
+/// Chooses a row, counts the call and runs it. unsupported: no row fits; the message lists each and why.
 template <class Args>
 Status dispatch(const Operator<Args>& op, const Args& args, const Stream& stream) {
   const Row<Args>* row = choose(op, args, stream);
-  if (row == nullptr) {
-    std::vector<Refusal> refused;
-    choose(op, args, stream, &refused);
-    return internal::no_row_fits(op.name, stream.dispatch ? stream.dispatch->preferred(op.name) : "",
-                                 refused);
-  }
+  if (row == nullptr) return internal::refuse(op, args, stream);
   if (stream.dispatch) {
-    static const int index = operator_index(op.name);
+    const int index = operator_index(op.rows.data());
     if (index >= 0) stream.dispatch->count(index, static_cast<int>(row - op.rows.data()));
   }
   return row->run(args, stream);
@@ -117,12 +122,8 @@ Status dispatch(const Operator<Args>& op, const Args& args, const Stream& stream
 /// Scratch bytes of the row that would run this call.
 template <class Args>
 Result<int64_t> workspace_bytes(const Operator<Args>& op, const Args& args, const Stream& stream) {
-  std::vector<Refusal> refused;
-  const Row<Args>* row = choose(op, args, stream, &refused);
-  if (row == nullptr) {
-    return internal::no_row_fits(op.name, stream.dispatch ? stream.dispatch->preferred(op.name) : "",
-                                 refused);
-  }
+  const Row<Args>* row = choose(op, args, stream);
+  if (row == nullptr) return internal::refuse(op, args, stream);
   return row->workspace_bytes ? row->workspace_bytes(args, stream) : int64_t{0};
 }
 

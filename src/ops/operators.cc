@@ -1,6 +1,10 @@
 // The list of all operators, in the order of the documentation, and what needs the list: preferences and
 // counters.
 
+#include <algorithm>
+#include <array>
+#include <tuple>
+
 #include "src/core/dispatch.h"
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/attention_prefill/table.h"
@@ -17,21 +21,17 @@
 
 namespace vivace {
 
+namespace {
+
+constexpr auto kTables =
+    std::tie(kRmsNorm, kLinear, kEmbedding, kAttentionPrologue, kAttentionPrefill, kAttentionDecode,
+             kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe, kSiluMul, kSampler);
+
+}  // namespace
+
 const std::vector<OpInfo>& operators() {
-  static const std::vector<OpInfo> all = {
-      info_of(kRmsNorm),
-      info_of(kLinear),
-      info_of(kEmbedding),
-      info_of(kAttentionPrologue),
-      info_of(kAttentionPrefill),
-      info_of(kAttentionDecode),
-      info_of(kDecodeSchedule),
-      info_of(kRouterGemm),
-      info_of(kRouteTopK),
-      info_of(kFusedMoe),
-      info_of(kSiluMul),
-      info_of(kSampler),
-  };
+  static const std::vector<OpInfo> all =
+      std::apply([](const auto&... table) { return std::vector<OpInfo>{info_of(table)...}; }, kTables);
   return all;
 }
 
@@ -84,11 +84,12 @@ std::vector<RowCount> Dispatch::counts() const {
   return result;
 }
 
-int operator_index(std::string_view name) {
-  const std::vector<OpInfo>& ops = operators();
-  for (size_t i = 0; i < ops.size(); ++i)
-    if (ops[i].name == name) return static_cast<int>(i);
-  return -1;
+int operator_index(const void* rows) {
+  static constexpr auto kFirstRows = std::apply(
+      [](const auto&... table) { return std::array{static_cast<const void*>(table.rows.data())...}; },
+      kTables);
+  const auto found = std::find(kFirstRows.begin(), kFirstRows.end(), rows);
+  return found == kFirstRows.end() ? -1 : static_cast<int>(found - kFirstRows.begin());
 }
 
 }  // namespace vivace
