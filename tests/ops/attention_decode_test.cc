@@ -2,6 +2,7 @@
 
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/decode_schedule/view.h"
+#include "tests/large.h"
 #include "tests/ops/attention_test.h"
 #include "vivace/attention_prefill.h"
 
@@ -311,8 +312,7 @@ TEST(AttentionDecode, FieldCaseH06PageOffsetBeyond32Bits) {
 
 /// The same with a pool that really is that large: 32,769 pages of 65,536 elements.
 TEST(AttentionDecode, FieldCaseH06_large) {
-  if (std::getenv("VIVACE_LARGE_TESTS") == nullptr)
-    GTEST_SKIP() << "needs 9 GB; set VIVACE_LARGE_TESTS=1 to run it";
+  VIVACE_LARGE_TEST("needs 9 GB");
   const AttentionDecodeCase c{{.name = "",
                                .requests = {{64, 1}},
                                .heads_q = 16,

@@ -1,8 +1,7 @@
-#include <cstdlib>
-
 #include "src/ops/fused_moe/cases.h"
 #include "src/ops/fused_moe/table.h"
 #include "src/ops/linear/block_formats.h"
+#include "tests/large.h"
 #include "tests/ops/op_test.h"
 
 namespace vivace {
@@ -244,9 +243,7 @@ TEST(FusedMoe, ScratchDoesNotGrowWithoutBound) {
 
 // https://github.com/sgl-project/sglang/pull/4727: (row of token * top_k) * hidden was a 32-bit product.
 TEST(FusedMoe, H07_large_MoreThanTwoToThe31Elements) {
-  if (const char* large = std::getenv("VIVACE_LARGE_TESTS"); large == nullptr || large[0] != '1') {
-    GTEST_SKIP() << "needs 1.1 GB and a minute: set VIVACE_LARGE_TESTS=1";
-  }
+  VIVACE_LARGE_TEST("needs 1.1 GB and a minute");
   constexpr int64_t kTokens = 65600, kHidden = 4096, kTopK = 8;
   FusedMoeProblem p({"", 1, kHidden, 128, 8, kTopK, DType::bf16}, 7);
   std::vector<float> y(kTokens * kHidden, NAN);
