@@ -15,7 +15,7 @@ namespace vivace::cpu {
 /// Workers spin for a few tens of microseconds between loops (a decode step has hundreds) and then sleep.
 class ThreadPool {
  public:
-  /// `threads` >= 1.
+  /// `threads` >= 1. Throws std::system_error when the system refuses a thread; none is left running then.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -36,6 +36,7 @@ class ThreadPool {
  private:
   using Call = void (*)(void*, int64_t, int);
   void run(int64_t tasks, Call call, void* context);
+  void stop();
   void work(int worker);
   void drain(int worker);
 
