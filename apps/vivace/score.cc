@@ -9,6 +9,7 @@
 #include "apps/vivace/model_files.h"
 #include "apps/vivace/output.h"
 #include "src/core/error.h"
+#include "src/core/guard.h"
 #include "src/cpu/thread_pool.h"
 #include "src/engine/model_runner.h"
 #include "src/model/mapped_file.h"
@@ -65,7 +66,7 @@ Result<model::ScoreResult> run_score(const ScoreArgs& args) {
 }  // namespace
 
 int run(const ScoreArgs& args) {
-  const Result<model::ScoreResult> result = run_score(args);
+  const Result<model::ScoreResult> result = guarded("score", [&] { return run_score(args); });
   if (!result.ok()) return fail(result.status());
   if (args.json) {
     print_json({{"perplexity", result->perplexity}, {"tokens", result->tokens}});

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "src/core/error.h"
+#include "src/core/guard.h"
 #include "src/cpu/thread_pool.h"
 #include "src/model/layer_graph.h"
 #include "src/model/rope.h"
@@ -269,6 +270,7 @@ Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
   if (pages < 1 || pages > INT32_MAX) {
     return invalid_argument("pages is {}, needs a number from 1 to {}", pages, INT32_MAX);
   }
+  pages_ = 0;  // until all that a step needs is there
   const int64_t workers = cpu::threads_of(stream.threads);
   graph_.schedule.workers = workers;
   describe_pool(nullptr, pages);
@@ -386,9 +388,7 @@ Result<RouterMode> router_mode_of(std::string_view name) {
   return invalid_argument("router_mode is '{}', needs exact or two_term", name);
 }
 
-}  // namespace
-
-Result<std::unique_ptr<Model>> Model::load(const Checkpoint& checkpoint, const ModelOptions& options) {
+Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, const ModelOptions& options) {
   LayerGraph graph;
   graph.config = checkpoint.config();
   const ModelConfig& config = graph.config;
@@ -406,6 +406,12 @@ Result<std::unique_ptr<Model>> Model::load(const Checkpoint& checkpoint, const M
   VIVACE_TRY_ASSIGN(std::vector<double> frequencies, rope_frequencies(config, graph.weights.rope_factors));
   VIVACE_TRY_ASSIGN(RopeTable rope, RopeTable::create(std::move(frequencies), positions));
   return std::unique_ptr<Model>(std::make_unique<Decoder>(options, std::move(graph), std::move(rope)));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Model>> Model::load(const Checkpoint& checkpoint, const ModelOptions& options) {
+  return guarded("model", [&] { return load_decoder(checkpoint, options); });
 }
 
 }  // namespace vivace::model

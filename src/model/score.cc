@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "src/core/error.h"
+#include "src/core/guard.h"
 #include "src/cpu/thread_pool.h"
 #include "src/model/zero_memory.h"
 
@@ -87,6 +88,25 @@ class Scorer {
   ZeroMemory memory_;
 };
 
+Result<ScoreResult> score_windows(Model& model, std::span<const int32_t> ids, const ScoreOptions& options,
+                                  const Stream& stream, int64_t windows) {
+  const auto length = static_cast<int64_t>(ids.size());
+  Scorer scorer(model, options.window, stream);
+  VIVACE_TRY(scorer.prepare());
+  ScoreResult result;
+  double sum = 0;
+  for (int64_t w = 0; w < windows; ++w) {
+    const int64_t begin = w * options.window;
+    const auto window = ids.subspan(begin, std::min(options.window, length - begin));
+    VIVACE_TRY_ASSIGN(const double part, scorer.window(window));
+    sum += part;
+    result.tokens += static_cast<int64_t>(window.size()) - 1;
+    if (options.progress) options.progress(w + 1, windows);
+  }
+  result.perplexity = std::exp(-sum / static_cast<double>(result.tokens));
+  return result;
+}
+
 }  // namespace
 
 Result<std::vector<int32_t>> score_ids(const Tokenizer& tokenizer, std::string_view text,
@@ -121,21 +141,7 @@ Result<ScoreResult> score(Model& model, std::span<const int32_t> ids, const Scor
   if (length % options.window == 1) --windows;
   if (options.max_windows > 0) windows = std::min(windows, options.max_windows);
   if (windows < 1) return invalid_argument("the text has {} tokens, needs 2 or more to predict one", length);
-
-  Scorer scorer(model, options.window, stream);
-  VIVACE_TRY(scorer.prepare());
-  ScoreResult result;
-  double sum = 0;
-  for (int64_t w = 0; w < windows; ++w) {
-    const int64_t begin = w * options.window;
-    const auto window = ids.subspan(begin, std::min(options.window, length - begin));
-    VIVACE_TRY_ASSIGN(const double part, scorer.window(window));
-    sum += part;
-    result.tokens += static_cast<int64_t>(window.size()) - 1;
-    if (options.progress) options.progress(w + 1, windows);
-  }
-  result.perplexity = std::exp(-sum / static_cast<double>(result.tokens));
-  return result;
+  return guarded("score", [&] { return score_windows(model, ids, options, stream, windows); });
 }
 
 }  // namespace vivace::model
