@@ -2,6 +2,8 @@
 #include <string_view>
 #include <utility>
 
+#include "src/core/guard.h"
+#include "src/engine/check_options.h"
 #include "src/engine/engine.h"
 #include "src/engine/model_runner.h"
 #include "src/model/checkpoint.h"
@@ -10,7 +12,10 @@
 
 namespace vivace {
 
-Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options) {
+namespace {
+
+Result<std::unique_ptr<Engine>> create_engine(const EngineOptions& options) {
+  VIVACE_TRY(engine::check_options(options));
   VIVACE_TRY_ASSIGN(std::unique_ptr<model::Checkpoint> opened, model::Checkpoint::open(options.model));
   const std::shared_ptr<const model::Checkpoint> checkpoint = std::move(opened);
   std::shared_ptr<const model::Tokenizer> tokenizer;
@@ -24,6 +29,12 @@ Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options) {
   // A model without a tokenizer speaks in ids alone.
   const auto no_text = [](int32_t, bool) { return std::string_view(); };
   return engine::make_engine(std::move(runner), engine::TokenBytes(no_text), options);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> Engine::create(const EngineOptions& options) {
+  return guarded("engine", [&] { return create_engine(options); });
 }
 
 }  // namespace vivace

@@ -4,13 +4,15 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <exception>
 #include <map>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 
 #include "src/core/error.h"
+#include "src/core/guard.h"
+#include "src/engine/check_options.h"
 #include "src/engine/check_request.h"
 #include "src/engine/kv_pages.h"
 
@@ -70,6 +72,7 @@ class EngineImpl final : public Engine {
   ~EngineImpl() override;
 
   Result<RequestId> submit(Request request, Sink sink) override;
+  Result<RequestId> enqueue(Request request, Sink sink);
   void cancel(RequestId request) override;
   void drain() override;
   EngineStats stats() const override;
@@ -86,13 +89,15 @@ class EngineImpl final : public Engine {
   // The engine thread. One step is plan, prepare, run, collect; only run touches the device, and only collect
   // needs its result.
   void loop();
+  void step();
+  void fail(const Status& status);
   bool take_mail();
   StepPlan plan();
   std::vector<Sequence> plan_running();
   std::vector<Sequence> plan_waiting();
   Status prepare(const StepPlan& plan);
   void preempt(RequestId id);
-  Status admit(const Work& work);
+  void admit(const LivePtr& live, int64_t start);
   StepInput fill(const StepPlan& plan);
   Status run(const StepInput& input);
   void collect(const StepPlan& plan, const Status& status);
@@ -102,6 +107,7 @@ class EngineImpl final : public Engine {
   void retire(Live& live, FinishReason reason);
   void end(Live& live, FinishReason reason, const Status& error = {});
   void update_counts();
+  void publish_counts();
 
   const EngineOptions options_;
   const TokenBytes bytes_;
@@ -114,11 +120,13 @@ class EngineImpl final : public Engine {
   KvPages kv_;
   std::vector<LivePtr> running_;
   std::deque<LivePtr> waiting_;
-  std::vector<LivePtr> step_;  ///< the request of each work item
+  std::vector<LivePtr> step_;  ///< the request of each work item; none before the plan is made
   StepArrays arrays_;
   std::vector<Sampled> sampled_;
   std::vector<TokenEvent> events_;
   EngineStats counts_;
+  const Status no_memory_ =
+      error(Code::out_of_memory, "engine: memory is exhausted");  ///< made while there is some
 
   // Shared, under mutex_.
   mutable std::mutex mutex_;
@@ -152,8 +160,8 @@ EngineImpl::EngineImpl(std::unique_ptr<Runner> runner, TokenBytes bytes, const E
       kv_({.pages = limits_.pages,
            .page_tokens = limits_.page_tokens,
            .prefix_cache = options.prefix_cache}) {
-  update_counts();
-  stats_ = counts_;
+  running_.reserve(static_cast<size_t>(limits_.max_batch));  // so that admission does not allocate
+  publish_counts();
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -167,12 +175,17 @@ EngineImpl::~EngineImpl() {
 }
 
 Result<RequestId> EngineImpl::submit(Request request, Sink sink) {
+  return guarded("engine: submit", [&] { return enqueue(std::move(request), std::move(sink)); });
+}
+
+Result<RequestId> EngineImpl::enqueue(Request request, Sink sink) {
   if (!sink) return invalid_argument("engine: submit needs a sink, got none");
   VIVACE_TRY_ASSIGN(const int64_t max_tokens, check_request(request, vocab(), max_model_len_));
   const std::optional<uint64_t> seed = request.sampling.seed;
   Generation generation(std::move(request), max_tokens, runner_->eos_ids(), bytes_);
 
   std::unique_lock lock(mutex_);
+  if (stopping_) return error(Code::cancelled, "engine: it is shutting down");
   const int64_t waiting = std::ssize(live_) - stats_.running;
   if (waiting >= options_.max_waiting)
     return error(Code::resource_exhausted, "engine: {} requests wait, max_waiting is {}", waiting,
@@ -180,8 +193,13 @@ Result<RequestId> EngineImpl::submit(Request request, Sink sink) {
   const RequestId id = next_id_++;
   auto live = std::make_shared<Live>(id, seed.value_or(drawn_seed(options_.seed, id)), std::move(sink),
                                      std::move(generation), max_tokens);
-  live_.emplace(id, live);
-  submitted_.push_back(std::move(live));
+  submitted_.push_back(live);
+  try {
+    live_.emplace(id, std::move(live));
+  } catch (...) {
+    submitted_.pop_back();
+    throw;
+  }
   lock.unlock();
   wake_.notify_one();
   return id;
@@ -220,24 +238,59 @@ void EngineImpl::update_counts() {
   counts_.pages_cached = kv_.idle_pages();
 }
 
+void EngineImpl::publish_counts() {
+  update_counts();
+  const std::lock_guard lock(mutex_);
+  stats_ = counts_;
+}
+
+/// Whatever throws (std::bad_alloc above all) ends requests, never the engine.
 void EngineImpl::loop() {
-  while (take_mail()) {
-    if (running_.empty() && waiting_.empty()) continue;
-    const StepPlan step = plan();
-    ++counts_.steps;
-    if (hooks_.on_plan) hooks_.on_plan(step);
-    if (const Status ready = prepare(step); !ready.ok()) {
-      collect(step, ready);
-    } else {
-      collect(step, run(fill(step)));
+  bool runs = true;
+  while (runs) {
+    step_.clear();
+    try {
+      runs = take_mail();
+      if (runs && !(running_.empty() && waiting_.empty())) step();
+    } catch (...) {
+      Status status;
+      try {
+        status = status_of_exception("engine: a step failed");
+      } catch (const std::bad_alloc&) {  // not even memory for the message
+      }
+      fail(status.ok() ? no_memory_ : status);
     }
-    update_counts();
+  }
+}
+
+void EngineImpl::step() {
+  const StepPlan next = plan();
+  ++counts_.steps;
+  if (hooks_.on_plan) hooks_.on_plan(next);
+  const Status ready = prepare(next);
+  publish_counts();
+  collect(next, ready.ok() ? run(fill(next)) : ready);
+  publish_counts();
+  audit();
+}
+
+/// Ends the requests of the step that threw; where there was no plan yet, all, so that the same work cannot throw for
+/// ever. Allocates nothing.
+void EngineImpl::fail(const Status& status) {
+  const std::vector<LivePtr> blamed = std::exchange(step_, {});
+  for (const LivePtr& live : blamed)
+    if (live->sink) end(*live, FinishReason::error, status);
+  if (blamed.empty()) {
+    std::vector<LivePtr> fresh;
     {
       const std::lock_guard lock(mutex_);
-      stats_ = counts_;
+      fresh.swap(submitted_);
     }
-    audit();
+    for (const LivePtr& live : fresh) end(*live, FinishReason::error, status);
+    while (!running_.empty()) end(*LivePtr(running_.back()), FinishReason::error, status);
+    while (!waiting_.empty()) end(*LivePtr(waiting_.back()), FinishReason::error, status);
   }
+  publish_counts();
 }
 
 /// Sleeps while there is nothing to do; false when the engine stops.
@@ -253,11 +306,15 @@ bool EngineImpl::take_mail() {
     sweep = std::exchange(cancels_, false) || stop;
   }
   // max_tokens 0 asks for no token: such a request ends where it would have started.
+  const auto ends = [&](const LivePtr& live) { return stop || live->cancelled || live->max_tokens == 0; };
   std::vector<LivePtr> over;
+  over.reserve(
+      static_cast<size_t>(std::ranges::count_if(running_, ends) + std::ranges::count_if(waiting_, ends)));
   const auto is_over = [&](const LivePtr& live) {
-    const bool ends = stop || live->cancelled || live->max_tokens == 0;
-    if (ends) over.push_back(live);
-    return ends;
+    // Who is cancelled only now waits for the next sweep: an exception here would leave holes in the queue.
+    if (over.size() == over.capacity() || !ends(live)) return false;
+    over.push_back(live);
+    return true;
   };
   if (sweep) std::erase_if(running_, is_over);
   std::erase_if(waiting_, is_over);
@@ -315,45 +372,54 @@ Status EngineImpl::prepare(const StepPlan& plan) {
     return error(Code::internal, "engine: no step is possible with {} pages of {} tokens", limits_.pages,
                  limits_.page_tokens);
   }
-  for (const uint64_t id : plan.preempted) preempt(id);
-  Status status;
-  for (const Work& work : plan.work)  // all cached pages are held before an allocation could evict them
-    if (work.admitted && status.ok()) status = admit(work);
+  // First who takes part: it is them that end when something below throws.
+  size_t admitted = 0;
   for (const Work& work : plan.work) {
-    const auto found = std::ranges::lower_bound(running_, work.id, {}, &Live::id);
-    if (found == running_.end() || (*found)->id != work.id) continue;
-    Live& live = **found;
-    step_.push_back(*found);
-    if (!kv_.grow(live.chain, std::ssize(live.chain.pages) + work.new_pages) && status.ok())
-      status = error(Code::internal, "engine: the plan takes {} pages, {} are free", work.new_pages,
-                     kv_.available());
+    const LivePtr* live = nullptr;
+    if (work.admitted) {
+      if (admitted < waiting_.size()) live = &waiting_[admitted++];
+    } else if (const auto found = std::ranges::lower_bound(running_, work.id, {}, &Live::id);
+               found != running_.end()) {
+      live = &*found;
+    }
+    if (live == nullptr || (*live)->id != work.id)
+      return error(Code::internal, "engine: the plan takes request {}, which is not next in its queue",
+                   work.id);
+    step_.push_back(*live);
   }
-  return status;
+  for (const uint64_t id : plan.preempted) preempt(id);
+  for (size_t i = 0; i < step_.size();
+       ++i)  // all cached pages are held before an allocation could evict them
+    if (plan.work[i].admitted) admit(step_[i], plan.work[i].start);
+  for (size_t i = 0; i < step_.size(); ++i) {
+    PageChain& chain = step_[i]->chain;
+    if (!kv_.grow(chain, std::ssize(chain.pages) + plan.work[i].new_pages))
+      return error(Code::internal, "engine: the plan takes {} pages, {} are free", plan.work[i].new_pages,
+                   kv_.available());
+  }
+  return {};
 }
 
 void EngineImpl::preempt(RequestId id) {
   const auto found = std::ranges::lower_bound(running_, id, {}, &Live::id);
+  waiting_.push_front(*found);
   kv_.release((*found)->chain);
   (*found)->computed = 0;
-  waiting_.push_front(*found);
   running_.erase(found);
   ++counts_.preemptions;
 }
 
-Status EngineImpl::admit(const Work& work) {
-  const LivePtr live = waiting_.front();
-  if (live->id != work.id)
-    return error(Code::internal, "engine: the plan admits {}, {} is the oldest waiting", work.id, live->id);
+/// `live` is the oldest waiting.
+void EngineImpl::admit(const LivePtr& live, int64_t start) {
+  live->chain = kv_.take(live->hit);
+  live->hit = {};
   waiting_.pop_front();
   running_.push_back(live);
-  live->chain = kv_.take(std::exchange(live->hit, {}));
-  live->computed = work.start;
-  if (std::exchange(live->started, true)) return {};
-  const int64_t prompt_tokens = std::ssize(live->generation.prompt());
-  live->generation.cached_tokens = work.start;
-  counts_.prompt_tokens += prompt_tokens;
-  counts_.cached_tokens += work.start;
-  return {};
+  live->computed = start;
+  if (std::exchange(live->started, true)) return;
+  live->generation.cached_tokens = start;
+  counts_.prompt_tokens += std::ssize(live->generation.prompt());
+  counts_.cached_tokens += start;
 }
 
 StepInput EngineImpl::fill(const StepPlan& plan) {
@@ -398,11 +464,7 @@ StepInput EngineImpl::fill(const StepPlan& plan) {
 
 Status EngineImpl::run(const StepInput& input) {
   sampled_.clear();
-  try {
-    VIVACE_TRY(runner_->step(input, sampled_));
-  } catch (const std::exception& failure) {  // std::bad_alloc above all
-    return error(Code::internal, "engine: a step failed: {}", failure.what());
-  }
+  VIVACE_TRY(guarded("engine: a step failed", [&] { return runner_->step(input, sampled_); }));
   if (sampled_.size() != input.samples.size())
     return error(Code::internal, "engine: a step returned {} tokens, needs {}", sampled_.size(),
                  input.samples.size());
@@ -453,11 +515,16 @@ bool EngineImpl::deliver(Live& live, TokenEvent& event) {
   return true;
 }
 
-/// Ends a request without a token.
+/// Ends a request without a token. Throws nothing, so that it can end those that an exception hit.
 void EngineImpl::end(Live& live, FinishReason reason, const Status& error) {
   TokenEvent event;
   event.finish = live.cancelled ? FinishReason::cancelled : reason;
-  if (event.finish == FinishReason::error) event.error = error;
+  if (event.finish == FinishReason::error) {
+    try {
+      event.error = error;
+    } catch (const std::bad_alloc&) {  // the reason alone has to do
+    }
+  }
   event.usage = live.generation.usage();
   event.usage.completion_tokens = live.delivered;
   if (!deliver(live, event)) {  // cancelled between the two lines above
@@ -496,29 +563,18 @@ void EngineImpl::audit() {
   hooks_.on_audit(kv_.audit(chains));
 }
 
-Status check_option(std::string_view option, int64_t value, int64_t low, int64_t high) {
-  if (value >= low && value <= high) return {};
-  return invalid_argument("engine: {} is {}, needs {}..{}", option, value, low, high);
-}
-
 }  // namespace
 
 Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Runner> runner, TokenBytes bytes,
                                             const EngineOptions& options, EngineHooks hooks) {
-  constexpr int64_t kMost = int64_t{1} << 20;
-  VIVACE_TRY(check_option("max_batch", options.max_batch, 1, kMost));
-  VIVACE_TRY(check_option("token_budget", options.token_budget, 1, kMost));
-  if (options.token_budget < options.max_batch)
-    return invalid_argument(
-        "engine: token_budget is {}, needs at least max_batch = {} (every running request "
-        "gets a token per step)",
-        options.token_budget, options.max_batch);
-  VIVACE_TRY(check_option("max_waiting", options.max_waiting, 1, INT64_MAX));
-  VIVACE_TRY(check_option("max_model_len", options.max_model_len, 0, INT32_MAX));
-  VIVACE_TRY(check_option("KV pages", runner->pages(), 1, INT32_MAX));
-  VIVACE_TRY(check_option("KV page size", runner->page_tokens(), 1, kMost));
-  return std::unique_ptr<Engine>(
-      std::make_unique<EngineImpl>(std::move(runner), std::move(bytes), options, std::move(hooks)));
+  VIVACE_TRY(check_options(options));
+  if (runner->pages() < 1 || runner->pages() > INT32_MAX || runner->page_tokens() < 1)
+    return error(Code::internal, "engine: the runner has {} KV pages of {} tokens", runner->pages(),
+                 runner->page_tokens());
+  return guarded("engine", [&] {
+    return Result<std::unique_ptr<Engine>>(
+        std::make_unique<EngineImpl>(std::move(runner), std::move(bytes), options, std::move(hooks)));
+  });
 }
 
 Result<std::unique_ptr<Engine>> make_engine(std::unique_ptr<Runner> runner,

@@ -23,6 +23,7 @@ uint64_t mix(uint64_t word) {
 KvPages::KvPages(const Options& options) : options_(options) {
   pages_.resize(static_cast<size_t>(options.pages));
   if (options.prefix_cache) tokens_.resize(static_cast<size_t>(options.pages * options.page_tokens));
+  free_.reserve(pages_.size());  // so that giving a page back never allocates
   for (int64_t page = options.pages; page-- > 0;) free_.push_back(static_cast<int32_t>(page));
 }
 
@@ -76,9 +77,10 @@ PrefixHit KvPages::find(std::string_view salt, std::span<const int32_t> tokens, 
 }
 
 PageChain KvPages::take(const PrefixHit& hit) {
-  for (const int32_t page : hit.chain.pages)
+  PageChain chain = hit.chain;
+  for (const int32_t page : chain.pages)
     if (pages_[page].holders++ == 0) unlink(page);
-  return hit.chain;
+  return chain;
 }
 
 bool KvPages::grow(PageChain& chain, int64_t pages) {
@@ -119,12 +121,12 @@ void KvPages::publish(PageChain& chain, std::string_view salt, std::span<const i
         }
       }
       Page& record = pages_[page];
+      if (chain.entry == 0) record.salt = salt;
+      by_hash_[chain.hash] = page;  // the last that may throw
       record.hash = chain.hash;
       record.entry = next_entry_++;
       record.parent = chain.entry;
-      if (chain.entry == 0) record.salt = salt;
       std::ranges::copy(page_ids, tokens_.begin() + page * page_tokens());
-      by_hash_[chain.hash] = page;
     }
     chain.entry = pages_[page].entry;
   }

@@ -26,7 +26,8 @@ struct PrefixHit {
 };
 
 /// Accounts for the KV pages of one engine: who holds which page, and which pages keep the keys and values of
-/// a prefix that may come again. Knows no contents, only numbers; one thread uses it.
+/// a prefix that may come again. Knows no contents, only numbers; one thread uses it. After an exception (std::bad_alloc)
+/// the account still holds and release() works; the chain at hand must be released.
 ///
 /// A page is free, held (by one or more chains) or idle: held by nobody, but in the prefix cache. Allocation
 /// takes free pages first and then evicts idle ones, the least recently released first, the end of a prefix

@@ -5,8 +5,10 @@
 #include <vector>
 
 #include "src/core/error.h"
+#include "src/core/guard.h"
 #include "src/cpu/machine.h"
 #include "src/cpu/thread_pool.h"
+#include "src/engine/check_options.h"
 #include "src/model/zero_memory.h"
 #include "vivace/sampler.h"
 
@@ -15,7 +17,7 @@ namespace vivace::engine {
 namespace {
 
 constexpr int64_t kDefaultFullRequests = 8;
-constexpr int kMaxThreads = 1024;
+constexpr int64_t kCachedRequests = 64;
 
 class ModelRunner final : public Runner {
  public:
@@ -173,44 +175,58 @@ model::ModelOptions model_options_of(const EngineOptions& options) {
 }
 
 Result<int64_t> pages_of(const PoolSize& size) {
-  const int64_t needed = size.pages_per_request * size.page_bytes;
-  if (size.kv_memory_bytes < 0) {
-    return invalid_argument("kv_memory_bytes is {}, needs a number >= 0 (0 chooses)", size.kv_memory_bytes);
+  const int64_t asked = size.kv_memory_bytes, available = size.available_bytes;
+  if (asked < 0) return invalid_argument("kv_memory_bytes is {}, needs a number >= 0 (0 chooses)", asked);
+  int64_t needed = 0, useful = 0;
+  if (__builtin_mul_overflow(size.pages_per_request, size.page_bytes, &needed)) {
+    return error(Code::out_of_memory,
+                 "one request of the full context needs {} KV pages of {} bytes, more than 2^63 bytes; lower "
+                 "--max-model-len",
+                 size.pages_per_request, size.page_bytes);
   }
-  int64_t pages = size.kv_memory_bytes / size.page_bytes;
-  if (size.kv_memory_bytes > 0 && pages < size.pages_per_request) {
+  if (__builtin_mul_overflow(size.max_batch + kCachedRequests, size.pages_per_request, &useful)) {
+    useful = INT32_MAX;
+  }
+  int64_t pages = asked / size.page_bytes;
+  if (asked > 0 && pages < size.pages_per_request) {
     return invalid_argument(
         "kv_memory_bytes is {}, needs at least {} for one request of the full context; raise --kv-memory or "
-        "lower "
-        "--max-model-len",
-        size.kv_memory_bytes, needed);
+        "lower --max-model-len",
+        asked, needed);
   }
-  if (size.kv_memory_bytes == 0) {
-    if (size.available_bytes > 0 && needed > size.available_bytes) {
+  if (available > 0 && asked > available) {
+    return error(Code::out_of_memory, "kv_memory_bytes is {}, {} bytes are available; lower --kv-memory",
+                 asked, available);
+  }
+  if (asked == 0) {
+    if (available > 0 && needed > available) {
       return error(Code::out_of_memory,
                    "one request of the full context needs {} bytes of KV pages and {} are available; lower "
                    "--max-model-len or choose a smaller --kv-dtype",
-                   needed, size.available_bytes);
+                   needed, available);
     }
-    pages = size.pages_per_request * std::min(size.max_batch, kDefaultFullRequests);
-    if (size.available_bytes > 0) pages = std::min(pages, size.available_bytes / 4 / size.page_bytes);
+    // No more than `useful`, so no overflow that was not seen above.
+    pages = std::min(useful, size.pages_per_request * std::min(size.max_batch, kDefaultFullRequests));
+    if (available > 0) pages = std::min(pages, available / 4 / size.page_bytes);
     pages = std::max(pages, size.pages_per_request);
   }
-  return std::min<int64_t>(pages, INT32_MAX);
+  return std::min<int64_t>({pages, useful, INT32_MAX});
 }
 
 Result<std::unique_ptr<Runner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
                                                   const EngineOptions& options) {
+  VIVACE_TRY(check_options(options));
   if (options.device.starts_with("cuda")) {
     return unsupported("device is '{}', needs cpu: this program has no CUDA rows", options.device);
   }
   if (options.device != "cpu")
     return invalid_argument("device is '{}', needs cpu, cuda or cuda:N", options.device);
-  if (options.threads < 0 || options.threads > kMaxThreads) {
-    return invalid_argument("threads is {}, needs 0 (every usable core) to {}", options.threads, kMaxThreads);
-  }
   const int threads = options.threads > 0 ? options.threads : std::min(cpu::usable_cores(), kMaxThreads);
-  auto runner = std::make_unique<ModelRunner>(std::move(checkpoint), threads);
+  std::unique_ptr<ModelRunner> runner;
+  VIVACE_TRY(guarded(fmt::format("engine: threads is {}", threads), [&] {
+    runner = std::make_unique<ModelRunner>(std::move(checkpoint), threads);
+    return Status();
+  }));
   VIVACE_TRY(runner->prepare(options));
   return std::unique_ptr<Runner>(std::move(runner));
 }

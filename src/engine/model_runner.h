@@ -23,9 +23,12 @@ struct PoolSize {
   int64_t available_bytes = 0;  ///< of this machine; 0: unknown
 };
 /// As many pages as kv_memory_bytes holds; without it, enough for a few requests of full length, at most a quarter of
-/// the machine's available memory, and at least one request. The pool costs resident memory only where it is used.
-/// invalid_argument: kv_memory_bytes cannot hold one request of full length; the message states both and the options to
-/// change. out_of_memory: without it, not even one request fits into the memory available.
+/// the machine's available memory, and at least one request. Never more than max_batch + 64 requests of full length
+/// use: beyond what runs at once, pages only serve the prefix cache, and each costs a record on the host. The pool
+/// itself costs resident memory only where it is used.
+/// invalid_argument: kv_memory_bytes cannot hold one request of full length. out_of_memory: kv_memory_bytes is more than
+/// the memory available; without it, not even one request fits. The messages state both numbers and the options to
+/// change.
 Result<int64_t> pages_of(const PoolSize& size);
 
 /// A runner of this model on the CPU: binds its weights, makes threads, KV pages and scratch.

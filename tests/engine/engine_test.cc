@@ -642,6 +642,10 @@ TEST(Engine, RefusesOptionsThatCannotWork) {
       "step)");
   EXPECT_EQ(refusal({.max_waiting = 0}), "engine: max_waiting is 0, needs 1..9223372036854775807");
   EXPECT_EQ(refusal({.max_model_len = -5}), "engine: max_model_len is -5, needs 0..2147483647");
+  EXPECT_EQ(refusal({.threads = 1025}), "engine: threads is 1025, needs 0 (every usable core) to 1024");
+  EXPECT_EQ(refusal({.page_tokens = 0}), "engine: page_tokens is 0, needs a power of two from 1 to 256");
+  EXPECT_EQ(refusal({.kv_memory_bytes = -1}),
+            "engine: kv_memory_bytes is -1, needs a number >= 0 (0 chooses)");
 }
 
 TEST(Engine, AFullQueueRefuses) {
@@ -653,18 +657,62 @@ TEST(Engine, AFullQueueRefuses) {
   };
   auto engine = start(std::move(model), {.max_batch = 1, .max_waiting = 3});
   std::vector<Answer> answers(5);
-  int refused = 0;
-  for (Answer& answer : answers) {
-    const Status status = engine->submit(request_of({1}, 2), answer.sink()).status();
-    if (status.ok()) continue;
-    ++refused;
-    EXPECT_EQ(status.code(), Code::resource_exhausted);
-    EXPECT_EQ(status.message(), "engine: 3 requests wait, max_waiting is 3");
-  }
-  EXPECT_GE(refused, 1);
+  ASSERT_OK(engine->submit(request_of({1}, 2), answers[0].sink()).status());
+  gate.wait_for_arrival();  // it runs, so it does not wait
+  EXPECT_EQ(engine->stats().running, 1);
+  EXPECT_EQ(engine->stats().waiting, 0);
+  for (int i = 1; i < 4; ++i) EXPECT_TRUE(engine->submit(request_of({1}, 2), answers[i].sink()).ok()) << i;
+  EXPECT_EQ(engine->stats().waiting, 3);
+  const Status status = engine->submit(request_of({1}, 2), answers[4].sink()).status();
+  EXPECT_EQ(status.code(), Code::resource_exhausted);
+  EXPECT_EQ(status.message(), "engine: 3 requests wait, max_waiting is 3");
   gate.open();
   engine->drain();
-  EXPECT_EQ(engine->stats().finished, 5 - refused);
+  EXPECT_EQ(engine->stats().finished, 4);
+}
+
+TEST(Engine, ASinkThatSubmitsDuringShutdownIsRefused) {
+  Answer first, late;
+  Status refused;
+  auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}));
+  Engine& running = *engine;
+  ASSERT_OK(engine
+                ->submit(request_of({1}, 4000),
+                         [&, keep = first.sink()](const TokenEvent& event) {
+                           if (event.finish == FinishReason::cancelled)
+                             refused = running.submit(request_of({2}, 3), late.sink()).status();
+                           keep(event);
+                         })
+                .status());
+  first.wait_for_events(1);
+  engine.reset();
+  EXPECT_EQ(refused.code(), Code::cancelled);
+  EXPECT_EQ(refused.message(), "engine: it is shutting down");
+  EXPECT_TRUE(late.events().empty());
+}
+
+TEST(Engine, AnExceptionOutsideTheModelEndsRequestsOnly) {
+  const Request request = request_of(prompt_of(40), 5);
+  int plans = 0, pieces = 0;
+  EngineHooks hooks = audited();
+  hooks.on_plan = [&](const StepPlan&) {
+    if (++plans == 3) throw std::runtime_error("no plan today");
+  };
+  const auto bytes = [&](int32_t, bool) -> std::string_view {
+    if (++pieces == 4) throw std::bad_alloc();
+    return "x";
+  };
+  auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}), {}, bytes, hooks);
+  const auto planned = ask(*engine, request);
+  EXPECT_EQ(planned->last().finish, FinishReason::error);
+  EXPECT_EQ(planned->last().error.message(), "engine: a step failed: no plan today");
+  const auto collected = ask(*engine, request);
+  EXPECT_EQ(collected->last().finish, FinishReason::error);
+  EXPECT_EQ(collected->last().error.code(), Code::out_of_memory);
+  EXPECT_EQ(ask(*engine, request)->text(), "xxxxx");
+  engine->drain();
+  EXPECT_EQ(engine->stats().failed, 2);
+  EXPECT_EQ(engine->stats().pages_free + engine->stats().pages_cached, engine->stats().pages_total);
 }
 
 TEST(Engine, TheDestructorCancels) {

@@ -1,7 +1,7 @@
-#include <cstdlib>
-
 #include "src/engine/model_runner.h"
 #include "tests/engine/traffic.h"
+#include "tests/large.h"
+#include "tests/memory_limit.h"
 
 // The engine over real models.
 
@@ -119,10 +119,7 @@ TEST(ModelEngine, TrafficUnderPreemption) {
 }
 
 TEST(ModelEngine, largeTraffic) {
-  const char* large = std::getenv("VIVACE_LARGE_TESTS");
-  if (large == nullptr || std::string(large) != "1") {
-    GTEST_SKIP() << "10^4 requests take about an hour: VIVACE_LARGE_TESTS=1 runs them";
-  }
+  VIVACE_LARGE_TEST("10^4 requests take about an hour");
   const Load load{.requests = 5000, .longest_output = 80, .cancel_every = 16};
   for (const std::string& path : {kQwen, kHy3}) {
     SCOPED_TRACE(path);
@@ -175,10 +172,26 @@ TEST(ModelEngine, RefusesOptionsThatDoNotFit) {
   refused({.model = kHy3, .threads = -1}, Code::invalid_argument, {"threads is -1"});
   refused({.model = kHy3, .prefer = "linear=warp"}, Code::not_found, {"warp"});
   refused({.model = kHy3, .max_model_len = 5000}, Code::invalid_argument, {"max_model_len is 5000", "4096"});
-  refused({.model = kHy3, .max_batch = 0}, Code::invalid_argument, {"0"});
+  refused({.model = kHy3, .max_batch = 0}, Code::invalid_argument, {"max_batch is 0"});
+  refused({.model = kHy3, .token_budget = 0}, Code::invalid_argument, {"token_budget is 0"});
+  refused({.model = kHy3, .page_tokens = 24}, Code::invalid_argument, {"page_tokens is 24", "power of two"});
+  refused({.model = kHy3, .kv_memory_bytes = -1}, Code::invalid_argument, {"kv_memory_bytes is -1"});
+  refused({.model = kHy3, .max_waiting = 0}, Code::invalid_argument, {"max_waiting is 0"});
+  refused({.model = kHy3, .kv_memory_bytes = int64_t{1} << 60}, Code::out_of_memory,
+          {"kv_memory_bytes is 1152921504606846976", "available", "--kv-memory"});
   // One page of 16 tokens is 3 layers * 2 * 16 * 128 * 4 bytes = 49152; 4096 tokens are 256 pages.
   refused({.model = kHy3, .kv_memory_bytes = 1 << 20}, Code::invalid_argument,
           {"kv_memory_bytes is 1048576", "12582912", "--kv-memory", "--max-model-len"});
+}
+
+TEST(ModelEngine, ThreadsThatDoNotStartAreAStatus) {
+  const EngineOptions options{.model = kHy3, .threads = 1000, .max_model_len = 64};
+  const testing::MemoryLimit limit(int64_t{512} << 20);
+  if (!limit.holds()) GTEST_SKIP() << "no limit of the address space here (sanitizers reserve it)";
+  const auto engine = Engine::create(options);
+  ASSERT_FALSE(engine.ok()) << "1000 stacks do not fit into the limit";
+  EXPECT_NE(engine.status().message().find("threads is 1000"), std::string::npos)
+      << engine.status().message();
 }
 
 TEST(PagesOf, HoldsAFewFullRequestsInAQuarterOfTheMemory) {
@@ -198,8 +211,26 @@ TEST(PagesOf, HoldsAFewFullRequestsInAQuarterOfTheMemory) {
   EXPECT_EQ(with([](PoolSize& s) { s.available_bytes = 0; }), 80) << "unknown memory";
   EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 10'000; }), 10);
   EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 9'999; }), -1);
-  EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 5'000'500; }), 5000);
+  EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 500'500; }), 500);
+  EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = 1'000'001; }), -1) << "more than is available";
   EXPECT_EQ(with([](PoolSize& s) { s.kv_memory_bytes = -1; }), -1);
+}
+
+TEST(PagesOf, IsBoundedByWhatRequestsCanUse) {
+  const PoolSize huge{.page_bytes = 1,
+                      .pages_per_request = 10,
+                      .kv_memory_bytes = INT64_MAX,
+                      .max_batch = 4,
+                      .available_bytes = 0};
+  const auto pages = pages_of(huge);
+  ASSERT_TRUE(pages.ok()) << pages.status().message();
+  EXPECT_EQ(*pages, 680) << "4 that run and 64 in the cache";
+  PoolSize overflows = huge;
+  overflows.pages_per_request = int64_t{1} << 40;
+  overflows.page_bytes = int64_t{1} << 40;
+  EXPECT_EQ(pages_of(overflows).status().code(), Code::out_of_memory);
+  overflows.kv_memory_bytes = 0;
+  EXPECT_EQ(pages_of(overflows).status().code(), Code::out_of_memory);
 }
 
 }  // namespace
