@@ -2,15 +2,14 @@
 
 #include <dlfcn.h>
 #include <fmt/format.h>
-#include <sched.h>
 #include <sys/utsname.h>
 
 #include <charconv>
 #include <ctime>
 #include <fstream>
 #include <string_view>
-#include <thread>
 
+#include "src/cpu/machine.h"
 #include "src/cpu/simd.h"
 
 namespace vivace::cli {
@@ -40,12 +39,6 @@ int64_t kib_value(const char* path, std::string_view key) {
   return leading_number(line_value(path, key)) * 1024;
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  return static_cast<int>(std::thread::hardware_concurrency());
-}
-
 }  // namespace
 
 Machine this_machine() {
@@ -56,14 +49,9 @@ Machine this_machine() {
   if (m.processor.empty()) m.processor = name.machine;
   m.isa = cpu::name_of(cpu::isa());
   m.system = fmt::format("{} {} {}", name.sysname, name.release, name.machine);
-  m.cores = usable_cores();
-  m.memory_bytes = kib_value("/proc/meminfo", "MemTotal");
-  m.available_bytes = kib_value("/proc/meminfo", "MemAvailable");
-  const int64_t limit = leading_number(line_value("/sys/fs/cgroup/memory.max", ""));
-  if (limit > 0 && limit < m.memory_bytes) {
-    m.memory_bytes = limit;
-    m.available_bytes = std::min(m.available_bytes, limit);
-  }
+  m.cores = cpu::usable_cores();
+  m.memory_bytes = cpu::memory_bytes();
+  m.available_bytes = cpu::available_memory_bytes();
   return m;
 }
 
