@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <initializer_list>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -42,6 +43,7 @@ class Binder {
 
   Tensor take(const std::string& name, std::initializer_list<Extent> needs, int64_t types) {
     if (!status_.ok()) return {};
+    taken_.insert(name);
     Result<Tensor> found = checkpoint_.tensor(name);
     if (!found.ok()) {
       status_ = found.status();
@@ -78,8 +80,27 @@ class Binder {
   }
   const Status& status() const { return status_; }
 
+  /// Fails on tensors that nothing took: a bias or a norm that is left out changes every result.
+  void refuse_leftovers() {
+    const ModelConfig& config = checkpoint_.config();
+    // Some writers store the head of a tied model a second time.
+    if (config.tied_embeddings) taken_.insert("lm_head.weight");
+    std::string first;
+    int64_t count = 0;
+    for (const std::string& name : checkpoint_.tensor_names()) {
+      if (taken_.contains(name)) continue;
+      if (count++ == 0) first = name;
+    }
+    if (count > 0) {
+      fail(unsupported(
+          "weights: a {} model with this configuration has no place for tensor '{}' ({} such tensors)",
+          name_of(config.architecture), first.substr(0, 120), count));
+    }
+  }
+
  private:
   const Checkpoint& checkpoint_;
+  std::set<std::string> taken_;
   Status status_;
 };
 
@@ -209,6 +230,7 @@ Result<Weights> bind_weights(const Checkpoint& checkpoint, RouterMode router_mod
   for (int64_t l = 0; l < config.layers && from.ok(); ++l) {
     weights.layers.push_back(layer_weights(from, weights, config, l, router_mode));
   }
+  from.refuse_leftovers();
   VIVACE_TRY(from.status());
   return weights;
 }

@@ -40,7 +40,8 @@ struct Weights {
 /// Finds every tensor that the configuration asks for and checks shape and type; nothing is copied but biases that are
 /// not f32 and the low terms of router weights.
 /// Fails  not_found: a tensor is missing. invalid_argument: a shape disagrees; the message names the tensor, its shape
-///        and the shape needed, with the meaning of each extent. unsupported: no operator takes its element type.
+///        and the shape needed, with the meaning of each extent. unsupported: no operator takes its element type, or the checkpoint has
+///        tensors that the configuration has no use for (a stored head beside tied embeddings is ignored).
 Result<Weights> bind_weights(const Checkpoint& checkpoint, RouterMode router_mode);
 
 }  // namespace vivace::model

@@ -43,7 +43,13 @@ class AlteredCheckpoint final : public model::Checkpoint {
 
   const model::ModelConfig& config() const override { return config_; }
   const model::TokenizerSource& tokenizer() const override { return base_->tokenizer(); }
-  std::vector<std::string> tensor_names() const override { return base_->tensor_names(); }
+  std::vector<std::string> tensor_names() const override {
+    std::set<std::string> names;
+    for (const std::string& name : base_->tensor_names())
+      if (!removed_.contains(name)) names.insert(name);
+    for (const auto& [name, tensor] : replaced_) names.insert(name);
+    return {names.begin(), names.end()};
+  }
   bool has(std::string_view name) const override {
     return replaced_.contains(std::string(name)) ||
            (!removed_.contains(std::string(name)) && base_->has(name));
@@ -323,6 +329,24 @@ TEST(Load, RefusesMissingTensors) {
     checkpoint.remove(name);
     expect_load_fails(checkpoint, {}, Code::not_found, {name});
   }
+}
+
+TEST(Load, RefusesTensorsThatNothingUses) {
+  AlteredCheckpoint biased(kQwen);
+  for (const char* name : {"model.layers.2.self_attn.q_proj.bias", "model.layers.3.self_attn.q_proj.bias"})
+    biased.replace(name, biased.make(DType::bf16, {512}));
+  expect_load_fails(biased, {}, Code::unsupported,
+                    {"no place for tensor 'model.layers.2.self_attn.q_proj.bias'", "2 such tensors"});
+
+  AlteredCheckpoint plain(kHy3);
+  plain.change_config().qk_norm = false;
+  const std::string norms = std::to_string(2 * plain.config().layers) + " such tensors";
+  expect_load_fails(plain, {}, Code::unsupported,
+                    {"'model.layers.0.self_attn.k_norm.weight'", norms.c_str()});
+
+  AlteredCheckpoint head(kQwen);  // tied: a second copy of the embedding
+  head.replace("lm_head.weight", head.make(DType::bf16, {head.config().vocab, head.config().hidden}));
+  EXPECT_TRUE(model::Model::load(head, {}).ok());
 }
 
 TEST(Load, RefusesOptionsOutOfRange) {
