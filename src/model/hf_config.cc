@@ -185,10 +185,30 @@ Status add_eos_ids(const std::string& place, const JsonFields& fields, std::vect
   return {};
 }
 
-int64_t read_sliding_window(JsonFields& fields, const ModelConfig& config) {
-  if (!fields.boolean("use_sliding_window", false)) return 0;
+// One window serves all layers, so whatever makes layers differ is refused.
+Result<int64_t> read_sliding_window(const std::string& place, JsonFields& fields, const ModelConfig& config) {
+  const json* types = fields.find("layer_types");
+  if (types != nullptr && !types->is_array())
+    return invalid_argument("{}: layer_types is {}, needs a list", place, excerpt(*types));
+  for (size_t i = 0; types != nullptr && i < types->size(); ++i)
+    if (const json& type = (*types)[i]; type != "full_attention")
+      return unsupported("{}: layer_types[{}] is {}, needs \"full_attention\"", place, i, excerpt(type));
+  // Only this family has the field; elsewhere transformers ignores it.
+  if (config.architecture != Architecture::qwen3_moe || !fields.boolean("use_sliding_window", false))
+    return 0;
   const int64_t window = fields.integer("sliding_window", 0, limits::kMaxPosition, 0);
-  return window < config.max_position ? window : 0;  // a window over the whole context hides nothing
+  if (window == 0 || window >= config.max_position) return 0;  // hides nothing
+  if (types != nullptr)
+    return unsupported(
+        "{}: use_sliding_window is true with sliding_window = {}, but layer_types has full_attention alone",
+        place, window);
+  // Layers from this one on have the window.
+  const int64_t first = fields.integer("max_window_layers", 0, limits::kMaxPosition, 0);
+  if (first > 0 && first < config.layers)
+    return unsupported(
+        "{}: max_window_layers is {}, needs 0 or at least num_hidden_layers = {} (one window for all layers)",
+        place, first, config.layers);
+  return first == 0 ? window : 0;
 }
 
 }  // namespace
@@ -221,7 +241,7 @@ Result<ModelConfig> parse_hf_config(std::string_view config_json, std::string_vi
   config.max_position =
       fields.integer("max_position_embeddings", 1, limits::kMaxPosition, defaults.max_position);
   config.tied_embeddings = fields.boolean("tie_word_embeddings", false);
-  config.sliding_window = read_sliding_window(fields, config);
+  VIVACE_TRY_ASSIGN(config.sliding_window, read_sliding_window(place, fields, config));
   config.bos_id = static_cast<int32_t>(fields.integer("bos_token_id", -1, kMaxId, -1));
   config.pad_id = static_cast<int32_t>(fields.integer("pad_token_id", -1, kMaxId, -1));
   VIVACE_TRY(fields.status());

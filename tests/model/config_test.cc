@@ -228,6 +228,23 @@ TEST(HfConfig, SlidingWindowCountsOnlyWhenUsed) {
             0);
 }
 
+TEST(HfConfig, LayersOfDifferentWindowsAreRefused) {
+  const json used = with(with(qwen(), "sliding_window", 128), "use_sliding_window", true);
+  EXPECT_EQ(parsed(with(used, "max_window_layers", 0)).sliding_window, 128);
+  EXPECT_EQ(parsed(with(used, "max_window_layers", 2)).sliding_window, 0);
+  expect_refused(with(used, "max_window_layers", 1), "max_window_layers is 1, needs 0 or at least",
+                 Code::unsupported);
+  EXPECT_EQ(parsed(with(with(qwen(), "sliding_window", 128), "max_window_layers", 1)).sliding_window, 0);
+  EXPECT_EQ(parsed(with(with(llama(), "sliding_window", 128), "use_sliding_window", true)).sliding_window, 0);
+
+  const json full = json::array({"full_attention", "full_attention"});
+  EXPECT_EQ(parsed(with(llama(), "layer_types", full)).sliding_window, 0);
+  expect_refused(with(used, "layer_types", full), "layer_types has full_attention alone", Code::unsupported);
+  expect_refused(with(llama(), "layer_types", json::array({"full_attention", "sliding_attention"})),
+                 "layer_types[1] is \"sliding_attention\"", Code::unsupported);
+  expect_refused(with(llama(), "layer_types", "full_attention"), "layer_types is \"full_attention\"");
+}
+
 TEST(HfConfig, TextThatIsNoObject) {
   for (const char* text : {"", "[]", "3", "{", "{\"model_type\":\"llama\",}", "\xff\xfe{}"}) {
     const auto refused = parse_hf_config(text);
