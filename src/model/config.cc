@@ -34,6 +34,8 @@ Status validate_experts(const ModelConfig& c) {
   VIVACE_TRY(check_range("top_k", c.top_k, 1, c.experts));
   VIVACE_TRY(check_range("moe_intermediate", c.moe_intermediate, 1, limits::kMaxWidth));
   VIVACE_TRY(check_range("shared_experts", c.shared_experts, 0, limits::kMaxExperts));
+  VIVACE_TRY(check_range("shared_experts * moe_intermediate", c.shared_experts * c.moe_intermediate, 0,
+                         limits::kMaxWidth));
   VIVACE_TRY(check_positive("router_scale", c.router_scale));
   if (static_cast<int64_t>(c.sparse_layer.size()) != c.layers)
     return invalid_argument("model configuration: sparse_layer has {} entries, needs one per layer ({})",
@@ -53,6 +55,9 @@ Status validate(const ModelConfig& c) {
     return invalid_argument("model configuration: heads_q is {}, needs a multiple of heads_kv = {}",
                             c.heads_q, c.heads_kv);
   VIVACE_TRY(check_range("head_dim", c.head_dim, 2, limits::kMaxHeadDim));
+  VIVACE_TRY(check_range("heads_q * head_dim", c.heads_q * c.head_dim, 1, limits::kMaxWidth));
+  VIVACE_TRY(check_range("layers * heads_kv * head_dim", c.layers * c.heads_kv * c.head_dim, 1,
+                         limits::kMaxCacheWidth));
   VIVACE_TRY(check_range("rotary_dim", c.rotary_dim, 2, c.head_dim));
   if (c.rotary_dim % 2 != 0)
     return invalid_argument("model configuration: rotary_dim is {}, needs an even number", c.rotary_dim);

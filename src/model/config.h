@@ -59,6 +59,8 @@ namespace limits {
 inline constexpr int64_t kMaxLayers = 4096, kMaxWidth = int64_t{1} << 22, kMaxVocab = int64_t{1} << 24;
 inline constexpr int64_t kMaxHeads = 4096, kMaxHeadDim = 4096, kMaxExperts = 65536;
 inline constexpr int64_t kMaxPosition = int64_t{1} << 31;
+/// Keys (or values) of one token in all layers. Both, in f32, for kMaxPosition tokens take 2^62 bytes.
+inline constexpr int64_t kMaxCacheWidth = int64_t{1} << 28;
 }  // namespace limits
 
 /// Reads a Hugging Face `config.json` as transformers 4 and 5 write it. `generation_config` may be empty; its

@@ -1,5 +1,6 @@
 #include "src/model/gguf.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -268,6 +269,19 @@ Status place_tensor(TensorInfo& info, std::span<const uint8_t> bytes, uint64_t d
   return {};
 }
 
+// No tensor is empty: each dimension is at least 1.
+Status check_overlap(const std::vector<GgufTensor>& tensors) {
+  std::vector<const GgufTensor*> order;
+  for (const GgufTensor& tensor : tensors) order.push_back(&tensor);
+  std::sort(order.begin(), order.end(),
+            [](const auto* a, const auto* b) { return a->data.data() < b->data.data(); });
+  for (size_t i = 1; i < order.size(); ++i)
+    if (order[i - 1]->data.data() + order[i - 1]->data.size() > order[i]->data.data())
+      return invalid_argument("gguf: the bytes of tensor '{}' overlap those of '{}'", shown(order[i]->name),
+                              shown(order[i - 1]->name));
+  return {};
+}
+
 }  // namespace
 
 std::string_view name_of(GgufType type) {
@@ -396,6 +410,7 @@ Result<GgufFile> parse_gguf(std::span<const uint8_t> bytes) {
     VIVACE_TRY(place_tensor(info, bytes, data_begin, file.alignment));
     file.tensors.push_back(std::move(info.tensor));
   }
+  VIVACE_TRY(check_overlap(file.tensors));
   return file;
 }
 

@@ -229,6 +229,8 @@ TEST(Gguf, TensorsThatCannotBe) {
                  "tensor 't' occurs twice");
   expect_refused(GgufBuilder().tensor("", 0, {1}, floats(1)).tensor("u", 0, {1}, floats(1)).bytes(),
                  "name of tensor 0 is empty");
+  expect_refused(GgufBuilder().tensor("a", 0, {16}, floats(16)).tensor_at("b", 0, {4}, 32).bytes(),
+                 "the bytes of tensor 'b' overlap those of 'a'");
 }
 
 TEST(GgufModel, ConfigurationAndTokenizer) {
