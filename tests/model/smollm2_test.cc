@@ -21,7 +21,8 @@ TEST_P(SmolLm2, FollowsTheFloat32References) {
   // matrices: a group with one large activation loses the small ones, and log-probabilities move by up to half a unit.
   const Closeness closeness = exact ? Closeness{.smallest_gap = 0.02, .log_probability = 0.01}
                                     : Closeness{.smallest_gap = 0.15, .log_probability = 0.6};
-  EXPECT_GT(expect_references(loaded, references, closeness), 100);
+  // Of 320 greedy ids, those before the first gap of their case that is too small.
+  EXPECT_EQ(expect_references(loaded, references, closeness), exact ? 262 : 115);
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, SmolLm2, ::testing::Values(false, true),

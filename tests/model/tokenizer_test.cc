@@ -4,7 +4,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <chrono>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -12,6 +11,7 @@
 #include <sstream>
 
 #include "src/model/utf8.h"
+#include "tests/model/cpu_time.h"
 #include "tests/model/sanitizer.h"
 
 namespace vivace::model {
@@ -217,22 +217,22 @@ TEST(Tokenizer, H42LongRunsOnASmallStack) {
   on_small_stack(512 << 10, [&] {
     for (const auto& tokenizer : tokenizers) {
       auto timed = [&](const std::string& text, bool round_trips) {
-        const auto start = std::chrono::steady_clock::now();
+        const double start = testing::thread_seconds();
         const auto ids = encode(*tokenizer, text);
-        const double seconds =
-            std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        const double seconds = testing::thread_seconds() - start;
         EXPECT_TRUE(!round_trips || tokenizer->decode(ids) == text);  // too long to print
         return seconds;
       };
       auto check = [&](const std::string& name, const std::string& text, bool round_trips = true) {
         double once = 1e9, twice = 1e9;
-        for (int i = 0; i < (kSanitized ? 1 : 3); ++i) {  // the fastest, because other programs run here too
+        for (int i = 0; i < (kSanitized ? 1 : 3);
+             ++i) {  // the fastest: caches are shared with other programs
           once = std::min(once, timed(text, round_trips));
           twice = std::min(twice, timed(text + text, round_trips));
         }
         if (kSanitized) return;
         EXPECT_LT(once, 1.0) << name;
-        // Three times, plus 50 ms for the scheduler, because both are that short.
+        // Three times, plus 50 ms, because both are that short.
         EXPECT_LT(twice, 3 * once + 0.05) << name;
       };
       for (const char* unit : {"a", "一", " ", ".", "\n", "1", "é"}) check(unit, repeat(unit, 200'000));
