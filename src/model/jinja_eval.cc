@@ -55,13 +55,6 @@ struct Scope {
     }
     return nullptr;
   }
-  void set(std::string_view name, Value value) {
-    if (Value* here = find_here(name)) {
-      *here = std::move(value);
-    } else {
-      names.emplace_back(name, std::move(value));
-    }
-  }
 };
 
 namespace {
@@ -141,14 +134,14 @@ class Renderer {
         Text text;
         Scope inner{&scope, {}};
         exec(stmt.body, inner, text);
-        scope.set(stmt.targets[0], Value::of(std::move(text)));
+        define(scope, stmt.targets[0], Value::of(std::move(text)));
         return Flow::normal;
       }
       case Stmt::macro: {
         Callable callable;
         callable.name = stmt.targets[0];
         callable.macro = stmt.macro_body.get();
-        scope.set(stmt.targets[0], Value::make_callable(std::move(callable)));
+        define(scope, stmt.targets[0], Value::make_callable(std::move(callable)));
         return Flow::normal;
       }
       case Stmt::break_loop:
@@ -159,23 +152,37 @@ class Renderer {
     return Flow::normal;
   }
 
+  // Names, attributes and keys are few, and are searched one by one; about eight take as long as one step.
+  void charge_search(size_t entries) { budget_.charge(entries / 8); }
+
+  void define(Scope& scope, std::string_view name, Value value) {
+    charge_search(scope.names.size());
+    if (Value* here = scope.find_here(name)) {
+      *here = std::move(value);
+    } else {
+      scope.names.emplace_back(name, std::move(value));
+    }
+  }
+
   void assign(const std::vector<std::string>& targets, const Value& value, Scope& scope) {
-    if (targets.size() == 1) return scope.set(targets[0], value);
+    if (targets.size() == 1) return define(scope, targets[0], value);
     const std::vector<Value> items = iterate(value, budget_);
     if (items.size() != targets.size()) {
       fail(fmt::format("cannot unpack {} values into {} names", items.size(), targets.size()));
     }
-    for (size_t i = 0; i < targets.size(); ++i) scope.set(targets[i], items[i]);
+    for (size_t i = 0; i < targets.size(); ++i) define(scope, targets[i], items[i]);
   }
 
   void exec_set(const Stmt& stmt, Scope& scope) {
     const Value value = eval(*stmt.expr, scope);
     if (stmt.attribute.empty()) return assign(stmt.targets, value, scope);
     const Value target = lookup(stmt.targets[0], scope);
-    if (target.kind != Value::name_space) fail("cannot assign attribute on non-namespace object");
+    if (target.kind != Value::name_space || !target.as_namespace().assignable)
+      fail("cannot assign attribute on non-namespace object");
     if (!value.shareable()) {
       throw Error{Error::unsupported, "a namespace inside a namespace is outside the subset"};
     }
+    charge_search(target.as_namespace().items.size());
     for (auto& [name, item] : target.as_namespace().items) {
       if (name == stmt.attribute) {
         item = value;
@@ -215,16 +222,17 @@ class Renderer {
           {Value::of("previtem"), i > 0 ? items[i - 1] : Value::make_undefined("loop.previtem")},
           {Value::of("nextitem"), i + 1 < count ? items[i + 1] : Value::make_undefined("loop.nextitem")},
       };
-      inner.set("loop", loop_value(std::move(loop)));
+      define(inner, "loop", make_namespace(std::move(loop), false));
       assign(stmt.targets, items[i], inner);
       if (exec(stmt.body, inner, out) == Flow::break_loop) break;
     }
     return Flow::normal;
   }
 
-  // A namespace without assignment: items may be as deep as containers get.
-  static Value loop_value(std::vector<std::pair<Value, Value>> items) {
+  // `loop` is one without assignment: its items may be as deep as containers get.
+  static Value make_namespace(std::vector<std::pair<Value, Value>> items, bool assignable) {
     auto made = std::make_shared<Namespace>();
+    made->assignable = assignable;
     for (auto& [name, value] : items) made->items.emplace_back(name.as_text().bytes, std::move(value));
     Value value;
     value.kind = Value::name_space;
@@ -236,6 +244,7 @@ class Renderer {
 
   Value lookup(const std::string& name, Scope& scope) {
     for (Scope* at = &scope; at != nullptr; at = at->parent) {
+      charge_search(at->names.size());
       if (const Value* found = at->find_here(name)) return *found;
     }
     for (const char* known : {"namespace", "range", "raise_exception", "strftime_now", "dict"}) {
@@ -270,9 +279,11 @@ class Renderer {
       case Expr::name:
         return lookup(expr.text, scope);
       case Expr::attribute:
-        return get_attribute(eval(*expr.args[0], scope), expr.text);
-      case Expr::subscript:
-        return get_item(eval(*expr.args[0], scope), eval(*expr.args[1], scope));
+        return get_attribute(eval_searched(*expr.args[0], scope), expr.text);
+      case Expr::subscript: {
+        const Value target = eval_searched(*expr.args[0], scope);
+        return get_item(target, eval(*expr.args[1], scope));
+      }
       case Expr::slice:
         return eval_slice(expr, scope);
       case Expr::list:
@@ -303,6 +314,14 @@ class Renderer {
     return {};
   }
 
+  // A value in which an attribute or a key is going to be searched.
+  Value eval_searched(const Expr& expr, Scope& scope) {
+    Value target = eval(expr, scope);
+    if (target.kind == Value::name_space) charge_search(target.as_namespace().items.size());
+    if (target.kind == Value::dict) charge_search(target.as_dict().items.size());
+    return target;
+  }
+
   Value eval_filter(const Expr& expr, Scope& scope) {
     const Value value = eval(*expr.args[0], scope);
     return apply_filter(expr.text, value, arguments_of(expr, scope), budget_);
@@ -319,6 +338,7 @@ class Renderer {
       Value key = eval(*expr.args[i], scope), value = eval(*expr.args[i + 1], scope);
       if (key.kind == Value::list || key.kind == Value::dict)
         fail(fmt::format("unhashable type: '{}'", type_name(key)));
+      charge_search(items.size());
       auto same =
           std::find_if(items.begin(), items.end(), [&](const auto& item) { return equal(item.first, key); });
       if (same != items.end()) {
@@ -356,6 +376,7 @@ class Renderer {
         holds = equal(left, right) == (op == "==");
       } else if (op == "in" || op == "not in") {
         if (right.kind == Value::text || right.kind == Value::list) budget_.charge(length_cost(right));
+        if (right.kind == Value::dict) charge_search(right.as_dict().items.size());
         holds = contains(right, left) == (op == "in");
       } else if (left.is_number() && right.is_number() &&
                  (std::isnan(left.number()) || std::isnan(right.number()))) {
@@ -564,7 +585,7 @@ class Renderer {
         if (!value.shareable())
           throw Error{Error::unsupported, "a namespace inside a namespace is outside the subset"};
       }
-      return loop_value(std::move(items));
+      return make_namespace(std::move(items), true);
     }
     if (name == "raise_exception") {
       arguments.allow(name, 1);
@@ -622,14 +643,14 @@ class Renderer {
       const auto named = std::find_if(arguments.named.begin(), arguments.named.end(),
                                       [&](auto& a) { return a.first == name; });
       if (i < arguments.positional.size()) {
-        scope.set(name, arguments.positional[i]);
+        define(scope, name, arguments.positional[i]);
       } else if (named != arguments.named.end()) {
-        scope.set(name, named->second);
+        define(scope, name, named->second);
         ++used;
       } else if (i >= required) {
-        scope.set(name, eval(*macro.defaults[i - required], scope));
+        define(scope, name, eval(*macro.defaults[i - required], scope));
       } else {
-        scope.set(name, Value::make_undefined(name));
+        define(scope, name, Value::make_undefined(name));
       }
     }
     if (used != arguments.named.size())

@@ -63,6 +63,7 @@ struct Dict {
 
 struct Namespace {
   std::vector<std::pair<std::string, Value>> items;
+  bool assignable = true;  // false for `loop`
 };
 
 /// A Python value. Copying is cheap: texts, lists and dicts are shared and never change.

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "tests/model/cpu_time.h"
 #include "tests/model/sanitizer.h"
 
 namespace vivace::model {
@@ -162,6 +163,33 @@ TEST(ChatTemplate, RaisedMessagesReachTheCaller) {
   EXPECT_EQ(text.status().code(), Code::invalid_argument);
   EXPECT_EQ(text.status().message(), "chat template: line 2: Roles must alternate");
   EXPECT_EQ(compile("x")->render(Json::array()).status().code(), Code::invalid_argument);
+}
+
+TEST(ChatTemplate, LoopHasNoAssignment) {
+  for (const char* set : {"{% set loop.x = 1 %}", "{% set l = loop %}{% set l.index = 1 %}"}) {
+    const auto text =
+        compile("{% for a in [1] %}" + std::string(set) + "{% endfor %}")->render(Json::object());
+    EXPECT_EQ(text.status().message(),
+              "chat template: line 1: cannot assign attribute on non-namespace object");
+  }
+}
+
+// A search of names, attributes or keys counts by its length.
+TEST(ChatTemplate, ManyNamesUseUpTheSteps) {
+  std::string names, attributes = "{% set ns = namespace() %}", keys = "{% set d = {";
+  for (int i = 0; i < 20'000; ++i) {
+    const std::string n = std::to_string(i);
+    names += "{% set n" + n + " = 1 %}";
+    attributes += "{% set ns.n" + n + " = 1 %}";
+    keys += n + ": 1,";
+  }
+  for (const std::string& source : {names, attributes, keys + "} %}"}) {
+    const double start = testing::thread_seconds();
+    const auto text = compile(source)->render(Json::object());
+    EXPECT_NE(text.status().message().find("takes more than 10000000 steps"), std::string::npos)
+        << source.substr(0, 40) << ": " << text.status().message();
+    EXPECT_LT(testing::thread_seconds() - start, kSanitized ? 60 : 2) << source.substr(0, 40);
+  }
 }
 
 TEST(ChatTemplate, TodayIsAvailable) {
