@@ -39,8 +39,7 @@ struct AttentionPrologueArgs {
 /// Shapes   see the arguments. rotary_dim is even and at most head_dim.
 /// Types    arithmetic in fp32 from the unrounded input; one rounding at each store.
 /// Writes   q, and of k and v exactly the given slots: never the rest of a page, which another request may
-/// share.
-///          Two tokens with one slot leave either value. q may not overlap qkv.
+///          share. Two tokens with one slot leave either value. q may not overlap qkv.
 /// Cost     attention_prologue_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a token does not depend on the tokens beside it.

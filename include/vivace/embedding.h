@@ -23,8 +23,7 @@ struct EmbeddingArgs {
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit: y holds the table's exact values.
 /// Fails    invalid_argument: a shape, stride or type disagrees; on the CPU also an id outside [0, vocab),
-/// before
-///          anything is written. unsupported: no row fits.
+///          before anything is written. unsupported: no row fits.
 /// Source   src/ops/embedding/
 Status embedding(const EmbeddingArgs& args, const Stream& stream);
 Cost embedding_cost(const EmbeddingArgs& args);

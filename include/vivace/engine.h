@@ -98,8 +98,8 @@ struct EngineStats {
   int64_t finished = 0, cancelled = 0, failed = 0;
 };
 
-/// Continuous batching over one model. One engine thread plans and runs steps; any thread may submit and
-/// cancel.
+/// Continuous batching over one model. One engine thread plans and runs steps; any thread may
+/// submit and cancel.
 class Engine {
  public:
   /// Called on the engine thread, once per token in order, the last time with `finish` set. Must not block.

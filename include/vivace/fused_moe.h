@@ -38,9 +38,9 @@ struct FusedMoeArgs {
 ///          An expert named twice by a token counts twice. A token without work gets its shared expert, or 0.
 ///
 /// Shapes   x, y [tokens, hidden]; gate_up [experts, 2 * intermediate, hidden], gate rows first; down
-/// [experts,
-///          hidden, intermediate]; or `experts` of equal shapes; expert_ids, expert_weights [tokens, top_k].
-///          shared may have another intermediate size. Rows may be strided.
+///          [experts, hidden, intermediate]; or `experts` of equal shapes, which only CPU rows take: GPU rows
+///          need the stacked form. expert_ids, expert_weights [tokens, top_k]. shared may have another
+///          intermediate size. Rows may be strided.
 /// Types    x and y of one type, f32 or bf16; gate and up of one type, down of another or the same: f32, f16,
 ///          bf16 or a block format; expert_ids i32; expert_weights f32. Intermediates and sums are fp32.
 /// Writes   y and workspace; y must not overlap x.
@@ -49,8 +49,7 @@ struct FusedMoeArgs {
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a token's result does not depend on the tokens beside it.
 /// Fails    invalid_argument: a shape, stride or type disagrees, or the workspace is too small. unsupported:
-/// no
-///          row fits.
+///          no row fits.
 /// Source   src/ops/fused_moe/
 Status fused_moe(const FusedMoeArgs& args, const Stream& stream);
 /// Scratch for this call on this stream; depends on shapes and the number of threads. It does not grow with

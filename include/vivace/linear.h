@@ -31,23 +31,20 @@ struct LinearArgs {
 /// once and one parallel loop covers them all.
 ///
 /// Shapes   x [tokens, k]; weight [n, k], bias [n], y [tokens, n] with an n per part; workspace [bytes]. Rows
-/// may be
-///          strided, so that parts can write side by side into one buffer.
+///          may be strided, so that parts can write side by side into one buffer.
 /// Types    x, y f32; weight f32, bf16, f16 or a block format (q4_0, q4_1, q8_0, q4_k, q6_k), each part its
-/// own;
-///          bias f32, bf16 or f16; workspace u8.
-/// Precision  `exact` or plain weights: fp32 arithmetic on the weights' exact values. Otherwise, for block
-/// formats, x
-///          is rounded in groups of 32 along k to multiples of d = max|x| / 127 (q4_*) or max|x| / 16383
-///          (q8_0, q6_k), and the products of a group are summed exactly. A group with a NaN or an infinity
-///          makes all results of its token NaN; one below 1e-35 counts as zero.
+///          own; bias f32, bf16 or f16; workspace u8.
+/// Exact    `exact` or plain weights: fp32 arithmetic on the weights' exact values. Otherwise, for block
+///          formats, x is rounded in groups of 32 along k to multiples of d = max|x| / 127 (q4_*) or
+///          max|x| / 16383 (q8_0, q6_k), and the products of a group are summed exactly. A group with a NaN
+///          or an infinity makes all results of its token NaN; one below 1e-35 counts as zero.
 /// Writes   y and workspace. Nothing may overlap.
 /// Cost     linear_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a token's result does not depend on the tokens beside it, their number or the
-/// threads. Fails    invalid_argument: a shape, stride or type disagrees, part_count is not 1..3, or the
-/// workspace is too small.
-///          unsupported: no row fits.
+///          threads.
+/// Fails    invalid_argument: a shape, stride or type disagrees, part_count is not 1..3, or the workspace is
+///          too small. unsupported: no row fits.
 /// Source   src/ops/linear/
 Status linear(const LinearArgs& args, const Stream& stream);
 /// Scratch for a call of these shapes, types and `exact`; pointers do not count. It grows with tokens and is

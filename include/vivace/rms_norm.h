@@ -16,19 +16,19 @@ struct RmsNormArgs {
   double eps = 1e-6;
 };
 
-/// With a residual: residual += x and v = residual; without: v = x. Then y = v / sqrt(mean(v * v) + eps) *
-/// weight.
+/// With a residual: residual += x and v = residual; without: v = x. Then
+/// y = v / sqrt(mean(v * v) + eps) * weight.
 ///
 /// Shapes   x, residual, y [tokens, hidden]; weight [hidden]. Rows may be strided.
 /// Types    x, residual, y of one type, f32 or bf16; weight f32, f16 or bf16. Arithmetic in fp32; the sum
-/// that enters
-///          the norm is the unrounded one.
+///          that enters the norm is the unrounded one.
 /// Writes   y and residual. y may be x; nothing else may overlap.
 /// Cost     rms_norm_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a row does not depend on the rows beside it.
 /// Fails    invalid_argument: a shape, stride or type disagrees, or eps is negative or not finite.
-/// unsupported: no row fits. Source   src/ops/rms_norm/
+///          unsupported: no row fits.
+/// Source   src/ops/rms_norm/
 Status rms_norm(const RmsNormArgs& args, const Stream& stream);
 Cost rms_norm_cost(const RmsNormArgs& args);
 /// Which row would run this call. Shapes and types count, pointers do not.

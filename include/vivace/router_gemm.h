@@ -56,8 +56,7 @@ struct RouterGemmArgs {
 /// scores = x · weightᵀ (+ bias): the logits of a mixture-of-experts router.
 ///
 /// Shapes   x [tokens, hidden]; weight terms [experts, hidden]; bias [experts]; scores [tokens, experts].
-/// Rows
-///          may be strided; any sizes.
+///          Rows may be strided; any sizes.
 /// Types    x and scores f32 or bf16 each; bias f32. Store scores as f32 unless a comparison asks for bf16: a
 ///          bf16 logit changes the chosen experts of a few tokens in a hundred.
 /// Exact    against float64 on the weight that the terms represent: fp32 accuracy, see src/ops/router_gemm/.
@@ -66,8 +65,7 @@ struct RouterGemmArgs {
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a row does not depend on the rows beside it.
 /// Fails    invalid_argument: a shape, stride or type disagrees, the weight was not prepared, or
-/// weight_version
-///          is not the version it was prepared from (stale). unsupported: no row fits.
+///          weight_version is not the version it was prepared from (stale). unsupported: no row fits.
 /// Source   src/ops/router_gemm/
 Status router_gemm(const RouterGemmArgs& args, const Stream& stream);
 Cost router_gemm_cost(const RouterGemmArgs& args);

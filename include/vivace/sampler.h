@@ -15,8 +15,8 @@ struct LogitBias {
   float bias;
 };
 
-/// How one row is sampled. Plain data; the spans point to memory of the stream's device that the caller keeps
-/// for the call. Ids outside the vocabulary, in any list, are ignored.
+/// How one row is sampled. Plain data; the spans are host memory for now, where the CPU rows read
+/// them, and the caller keeps them for the call. Ids outside the vocabulary, in any list, are ignored.
 struct SampleRow {
   double temperature = 1;         ///< 0: greedy; finite, >= 0
   int32_t top_k = 0;              ///< keep exactly so many; 0: all
@@ -65,8 +65,7 @@ struct SamplerArgs {
 /// rows[i].top_logprobs are id -1 and -inf.
 ///
 /// Valid    1, or 0 for a row with NaN, without a finite or +inf logit, or with no token left: its id is 0
-/// and
-///          its log-probabilities are -inf. Other rows are not affected. Tokens at +inf share the
+///          and its log-probabilities are -inf. Other rows are not affected. Tokens at +inf share the
 ///          probability.
 ///
 /// Shapes   logits [rows, vocab], rows may be strided; ids, valid, logprobs [rows]; top_ids, top_logprobs
@@ -75,8 +74,7 @@ struct SamplerArgs {
 /// Cost     sampler_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Fails    invalid_argument: a shape, stride or type disagrees, a parameter is outside its range (the
-/// message
-///          names row and field), or the workspace is too small. unsupported: no row fits.
+///          message names row and field), or the workspace is too small. unsupported: no row fits.
 /// Source   src/ops/sampler/
 Status sampler(const SamplerArgs& args, const Stream& stream);
 /// Scratch for this call on this stream; depends on vocab and the number of threads.

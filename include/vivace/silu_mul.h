@@ -18,8 +18,11 @@ struct SiluMulArgs {
 /// Shapes   gate, up, y [tokens, intermediate]. Rows may be strided, so the halves of a fused [tokens, 2 *
 ///          intermediate] are two views of it.
 /// Types    all of one type, f32 or bf16; arithmetic in fp32, rounded once. silu(-inf) is 0, not NaN: the
-/// limit. Writes   y, which may be gate or up; nothing else may overlap. Cost     silu_mul_cost(). Runs on
-/// `stream`; allocates nothing. Repeats  bit for bit; an element depends on nothing but its gate and up.
+///          limit.
+/// Writes   y, which may be gate or up; nothing else may overlap.
+/// Cost     silu_mul_cost().
+/// Runs     on `stream`; allocates nothing.
+/// Repeats  bit for bit; an element depends on nothing but its gate and up.
 /// Fails    invalid_argument: a shape, stride or type disagrees. unsupported: no row fits.
 /// Source   src/ops/silu_mul/
 Status silu_mul(const SiluMulArgs& args, const Stream& stream);

@@ -85,8 +85,8 @@ class Result {
     if (::vivace::Status vivace_try_ = (expression); !vivace_try_.ok()) return vivace_try_; \
   } while (0)
 
-/// Declares or assigns `target` from `expression` (a Result), or returns its error from the enclosing
-/// function.
+/// Declares or assigns `target` from `expression` (a Result), or returns its error from the
+/// enclosing function.
 #define VIVACE_TRY_ASSIGN(target, expression) \
   VIVACE_TRY_ASSIGN_(target, expression, VIVACE_JOIN_(vivace_result_, __LINE__))
 #define VIVACE_TRY_ASSIGN_(target, expression, name) \

@@ -83,8 +83,8 @@ struct Tensor {
   }
 };
 
-/// "bf16[4, 576]" with strides when they are not contiguous, "absent" when not present; for messages and
-/// logs.
+/// "bf16[4, 576]" with strides when they are not contiguous, "absent" when not present; for
+/// messages and logs.
 std::string to_string(const Tensor& tensor);
 
 }  // namespace vivace

@@ -133,8 +133,8 @@ Status read_elements(Cursor& cursor, std::string_view field, GgufValue& value) {
     }
     return {};
   }
-  return cursor.skip(field,
-                     value.count * info.bytes);  // bounded: the count was checked against the bytes left
+  // No overflow: the count was checked against the bytes left.
+  return cursor.skip(field, value.count * info.bytes);
 }
 
 Result<GgufValue> read_value(Cursor& cursor, std::span<const uint8_t> bytes, const std::string& field) {

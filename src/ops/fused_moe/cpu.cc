@@ -61,8 +61,7 @@ namespace vivace {
 
 namespace {
 
-constexpr int64_t kMaxSlots =
-    4096;  // of a block of tokens: bounds the scratch, and leaves an expert enough rows
+constexpr int64_t kMaxSlots = 4096;  // of a block of tokens: bounds the scratch, leaves an expert enough rows
 constexpr int64_t kColumns = 64;  // of a task: a few hundred kilobytes of weights, read once
 constexpr int64_t kRows = 64;     // of a product inside a task
 static_assert(kColumns % cpu::kPanelRows == 0);

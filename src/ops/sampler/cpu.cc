@@ -31,8 +31,8 @@ struct Scratch {
   float* row;     ///< [chunks * kSampleChunk]
   float* maxima;  ///< [chunks * kMaximaPerChunk]
   double* sums;   ///< [chunks]
-  Candidate*
-      candidates;  ///< [vocab or more]; the same memory counts ids and parts maxima, one after the other
+  /// [vocab or more]; the same memory counts ids and parts maxima, one after the other.
+  Candidate* candidates;
 
   static int64_t candidate_count(int64_t vocab) {
     return std::max(vocab, sample_chunks(vocab) * kMaximaPerChunk);
