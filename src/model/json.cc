@@ -13,6 +13,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int kMaxDepth = 64;
+constexpr size_t kLongestKey = 80;  // in messages
 
 // Watches a parse: the parser itself keeps the last of two equal keys and any depth.
 class Guard {
@@ -30,7 +31,9 @@ class Guard {
         break;
       case json::parse_event_t::key:
         if (const auto& key = parsed.get_ref<const std::string&>(); !keys_.back().insert(key).second)
-          throw std::length_error(fmt::format("has the key '{}' twice", key));
+          throw std::length_error(fmt::format("has the key '{}{}' twice",
+                                              std::string_view(key).substr(0, kLongestKey),
+                                              key.size() > kLongestKey ? "..." : ""));
         break;
       default:
         break;

@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "src/core/error.h"
+#include "src/model/json.h"
 #include "src/model/utf8.h"
 
 namespace vivace::model {
@@ -345,7 +346,6 @@ Status read_merges(const json& list, std::vector<std::pair<std::string_view, std
 }
 
 Result<TokenizerDefinition> read_json_definition(const json& root, const TokenizerSource& source) {
-  if (!root.is_object()) return invalid_argument("{}: the file is {}, needs an object", kFile, shown(root));
   const json& model = field(root, "model");
   if (!model.is_object()) return invalid_argument("{}: model is {}, needs an object", kFile, shown(model));
   // Old files have no model.type; only BPE has merges.
@@ -517,12 +517,7 @@ Result<TokenizerDefinition> read_tokenizer_definition(const TokenizerSource& sou
   if (source.tokenizer_json.empty()) {
     VIVACE_TRY_ASSIGN(definition, read_gguf_definition(source));
   } else {
-    json root;
-    try {
-      root = json::parse(source.tokenizer_json);
-    } catch (const json::exception& problem) {
-      return invalid_argument("{}: {}", kFile, problem.what());
-    }
+    VIVACE_TRY_ASSIGN(const json root, parse_json_object(kFile, source.tokenizer_json));
     VIVACE_TRY_ASSIGN(definition, read_json_definition(root, source));
   }
   if (definition.bos_id < -1 || definition.bos_id >= static_cast<int64_t>(definition.bytes.size())) {

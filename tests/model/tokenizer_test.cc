@@ -384,6 +384,15 @@ TEST(Tokenizer, RefusesWhatItDoesNotKnowByName) {
   }
 }
 
+TEST(Tokenizer, RefusesKeysThatOccurTwice) {
+  TokenizerSource source;
+  const std::string key = "\"" + repeat("k", 100'000) + "\"";
+  source.tokenizer_json = "{\"model\": {" + key + ": 1, " + key + ": 2}}";
+  const auto made = Tokenizer::create(source);
+  EXPECT_EQ(made.status().code(), Code::invalid_argument);
+  EXPECT_EQ(made.status().message(), "tokenizer.json: has the key '" + repeat("k", 80) + "...' twice");
+}
+
 TEST(Tokenizer, RefusesBrokenGguf) {
   auto refused = [](auto change, Code code, const char* named) {
     auto source = gguf_source("smollm");
