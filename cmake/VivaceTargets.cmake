@@ -5,7 +5,7 @@ target_include_directories(vivace_options INTERFACE ${CMAKE_SOURCE_DIR}/include 
 target_compile_options(vivace_options INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wno-missing-field-initializers -fno-omit-frame-pointer>)
 target_compile_definitions(vivace_options INTERFACE
-  FMT_HEADER_ONLY=1 SPDLOG_FMT_EXTERNAL=1 VIVACE_VERSION="${PROJECT_VERSION}"
+  FMT_HEADER_ONLY=1 VIVACE_VERSION="${PROJECT_VERSION}"
   # One SIMD variant above the baseline per architecture that was tested; more cost compile time.
   "HWY_DISABLED_TARGETS=(HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64")

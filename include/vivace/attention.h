@@ -6,6 +6,9 @@
 
 namespace vivace {
 
+/// The largest head that the attention operators take; models with larger ones are refused when they are read.
+inline constexpr int64_t kMaxHeadDim = 512;
+
 /// What attention_prefill and attention_decode have in common: causal attention of ragged query rows over a
 /// paged KV cache.
 ///

@@ -55,7 +55,6 @@ Status validate(const ModelConfig& c) {
     return invalid_argument("model configuration: heads_q is {}, needs a multiple of heads_kv = {}",
                             c.heads_q, c.heads_kv);
   VIVACE_TRY(check_range("head_dim", c.head_dim, 2, limits::kMaxHeadDim));
-  VIVACE_TRY(check_range("heads_q * head_dim", c.heads_q * c.head_dim, 1, limits::kMaxWidth));
   VIVACE_TRY(check_range("layers * heads_kv * head_dim", c.layers * c.heads_kv * c.head_dim, 1,
                          limits::kMaxCacheWidth));
   VIVACE_TRY(check_range("rotary_dim", c.rotary_dim, 2, c.head_dim));

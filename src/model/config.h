@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "vivace/attention.h"
 #include "vivace/status.h"
 
 namespace vivace::model {
@@ -57,7 +58,7 @@ struct ModelConfig {
 /// two stay far from overflow and that an array per layer or per expert is harmless.
 namespace limits {
 inline constexpr int64_t kMaxLayers = 4096, kMaxWidth = int64_t{1} << 22, kMaxVocab = int64_t{1} << 24;
-inline constexpr int64_t kMaxHeads = 4096, kMaxHeadDim = 4096, kMaxExperts = 65536;
+inline constexpr int64_t kMaxHeads = 4096, kMaxHeadDim = vivace::kMaxHeadDim, kMaxExperts = 65536;
 inline constexpr int64_t kMaxPosition = int64_t{1} << 31;
 /// Keys (or values) of one token in all layers. Both, in f32, for kMaxPosition tokens take 2^62 bytes.
 inline constexpr int64_t kMaxCacheWidth = int64_t{1} << 28;

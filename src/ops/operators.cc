@@ -44,7 +44,7 @@ Status Dispatch::prefer(std::string_view text) {
     text = comma == std::string_view::npos ? std::string_view{} : text.substr(comma + 1);
     const size_t equal = item.find('=');
     if (equal == std::string_view::npos || equal == 0 || equal + 1 == item.size()) {
-      return invalid_argument("--prefer: '{}' is not OP=ROW, such as linear=cpu.exact", item);
+      return invalid_argument("--prefer: '{}' is not OP=ROW, such as linear=cpu.f32", item);
     }
     const std::string_view name = item.substr(0, equal), row = item.substr(equal + 1);
     const OpInfo* op = nullptr;

@@ -12,8 +12,6 @@
 
 namespace vivace {
 
-inline constexpr int64_t kMaxHeadDim = 512;
-
 void check_query_start(Checker& check, const Tensor& query_start, int64_t requests);
 
 /// Shapes, types and options. Defines "tokens", "requests", "heads_q", "heads_kv", "head_dim", "pages",
