@@ -115,7 +115,7 @@ class Engine {
   /// Queues a request.
   /// Fails  invalid_argument: empty prompt, an id outside the vocabulary, a sampling value out of range, or
   /// prompt plus max_tokens beyond the context (the message states both numbers). resource_exhausted: the
-  /// queue is full.
+  /// queue is full. cancelled: the engine is shutting down.
   virtual Result<RequestId> submit(Request request, Sink sink) = 0;
   /// After it returns the sink delivers at most the final event (FinishReason::cancelled), from the engine
   /// thread; no token after that. Waits for a sink's call in progress (unless a sink is the caller), so hold
