@@ -5,7 +5,7 @@ import pathlib
 import re
 import tempfile
 
-from vivace import Case, HY3, QWEN, main
+from vivace import Case, HY3, QWEN, ROOT, SANITIZED, main
 
 
 class BenchServe(Case):
@@ -59,6 +59,16 @@ class BenchServe(Case):
         self.assertIsNone(re.search(r"(src|href)=|url\(|@import|https?:", html), "the page stands alone")
         self.assertIn("prefers-color-scheme:dark", html)
         self.assertNotIn("nan", re.sub(r"<title>.*?</title>", "", html).lower().replace("financ", ""))
+
+    def test_memory_is_the_file_the_keys_and_little_else(self):
+        model = ROOT / "build/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+        if not model.exists() or SANITIZED:
+            self.skipTest(f"needs {model} (./run demo fetches it) and a plain build")
+        got = self.bench("--model", model, "--requests", 3, "--concurrency", 3, "--max-model-len", 512)
+        per_token = 30 * 2 * 3 * 64 * 4  # layers, keys and values, KV heads, head size, f32
+        keys = (got["prompt_tokens"] + got["output_tokens"]) * per_token
+        self.assertGreaterEqual(got["mapped_bytes"], 98_000_000)
+        self.assertLessEqual(got["peak_memory_bytes"], got["mapped_bytes"] + keys + 200_000_000)
 
     def test_outputs_are_checked_before_the_run(self):
         for flag in ("--json", "--report"):
