@@ -44,7 +44,7 @@ class DeviceGuard {
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int previous_ = -1;
+  [[maybe_unused]] int previous_ = -1;
 };
 
 /// Device memory, or pinned host memory, freed with the object.
@@ -110,7 +110,7 @@ class Event {
 
  private:
   Event() = default;
-  void* event_ = nullptr;
+  [[maybe_unused]] void* event_ = nullptr;
 };
 
 /// A captured sequence of operator calls that replays as one launch.
@@ -124,7 +124,7 @@ class Graph {
 
  private:
   Graph() = default;
-  void* exec_ = nullptr;
+  [[maybe_unused]] void* exec_ = nullptr;
 };
 
 /// Asynchronous copies on `stream`; host memory should be pinned.
