@@ -26,7 +26,8 @@ endif()
 # instructions of compute capability 9.0a alone.
 set(VIVACE_CUDA_FLAGS -Xfatbin -compress-all --compress-mode=size -lineinfo -Xptxas -warn-spills
   --expt-relaxed-constexpr --diag-suppress=2810)
-set(VIVACE_PORTABLE_CODE -gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90,code=sm_90)
+set(VIVACE_PORTABLE_CODE "-gencode=arch=compute_80,code=[sm_80,compute_80];-gencode=arch=compute_90,code=sm_90"
+  CACHE STRING "Targets of the portable kernels; fewer compile faster")
 set(VIVACE_SM90_CODE -gencode=arch=compute_90a,code=sm_90a)
 
 # vivace_library(layer [RECURSE] DEPENDS ...): the static library vivace_<layer> from src/<layer>: its .cc files, and

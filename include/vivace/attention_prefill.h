@@ -10,6 +10,8 @@ namespace vivace {
 
 struct AttentionPrefillArgs {
   AttentionArgs attention;
+  /// No request has more query rows; 0: tokens. GPU rows size their grids by it.
+  int64_t max_query_tokens = 0;
   /// Adds up the keys in groups of this many, counted from the request's start; 0: in one run. With the
   /// group of a batch-invariant decode_schedule (piece_tiles * tile_tokens) a row has the bits that
   /// attention_decode gives it.

@@ -22,9 +22,12 @@ struct AttentionPrologueArgs {
                    ///< RoPE
   Tensor positions;  ///< i32 [tokens]; needed with cos_sin
   Tensor slots;      ///< i64 [tokens]: page * page_tokens + offset where K and V go; -1: nowhere
-  Tensor q;          ///< out, [tokens, heads_q, head_dim], f32 or bf16
-  Tensor k;          ///< out, [pages, page_tokens, heads_kv, head_dim], f32, bf16 or f16
+  Tensor q;          ///< out, [tokens, heads_q, head_dim], f32, bf16 or fp8
+  Tensor k;          ///< out, [pages, page_tokens, heads_kv, head_dim], f32, bf16, f16 or fp8
   Tensor v;          ///< like k, of the same type, with strides of its own
+  Tensor q_scale;    ///< with fp8 q: out, f32 [tokens, heads_q], made from the head as in quantize_fp8
+  Tensor k_scale;    ///< with fp8 k: in, f32 [1]; or out, [pages, page_tokens, heads_kv], made from the head
+  Tensor v_scale;    ///< with fp8 v: in, f32 [1] or [heads_kv]
   QkNorm qk_norm = QkNorm::none;
   RopeStyle rope_style = RopeStyle::neox;
   double eps = 1e-6;
@@ -38,7 +41,7 @@ struct AttentionPrologueArgs {
 ///
 /// Shapes   see the arguments. rotary_dim is even and at most head_dim.
 /// Types    arithmetic in fp32 from the unrounded input; one rounding at each store.
-/// Writes   q, and of k and v exactly the given slots: never the rest of a page, which another request may
+/// Writes   q, and of k, v and a made k_scale exactly the given slots: never the rest of a page, which another request may
 ///          share. Two tokens with one slot leave either value. q may not overlap qkv.
 /// Cost     attention_prologue_cost().
 /// Runs     on `stream`; allocates nothing.

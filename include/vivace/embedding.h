@@ -17,13 +17,13 @@ struct EmbeddingArgs {
 /// y[t] = table[ids[t]].
 ///
 /// Shapes   ids [tokens]; table [vocab, hidden]; y [tokens, hidden]. Rows may be strided.
-/// Types    ids i32; table f32, bf16, f16 or a block format (q4_0, q4_1, q8_0, q4_k, q6_k); y f32.
+/// Types    ids i32; table f32, bf16, f16 or a block format (q4_0, q4_1, q8_0, q4_k, q6_k); y f32 or bf16.
 /// Writes   y. Nothing may overlap.
 /// Cost     embedding_cost().
 /// Runs     on `stream`; allocates nothing.
-/// Repeats  bit for bit: y holds the table's exact values.
+/// Repeats  bit for bit: y holds the table's values, exact in f32.
 /// Fails    invalid_argument: a shape, stride or type disagrees; on the CPU also an id outside [0, vocab),
-///          before anything is written. unsupported: no row fits.
+///          before anything is written. A GPU row writes zeros for such an id. unsupported: no row fits.
 /// Source   src/ops/embedding/
 Status embedding(const EmbeddingArgs& args, const Stream& stream);
 Cost embedding_cost(const EmbeddingArgs& args);

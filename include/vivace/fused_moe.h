@@ -15,12 +15,21 @@ namespace vivace {
 struct ExpertWeights {
   Tensor gate, up;  ///< [intermediate, hidden]
   Tensor down;      ///< [hidden, intermediate]
+  /// With fp8 weights: f32 [1], or [ceil((block_offset + intermediate) / 128), ceil(hidden / 128)] for gate and up and
+  /// the transposed extents for down.
+  Tensor gate_scale, up_scale, down_scale;
+  Tensor act_scale;  ///< with fp8 weights of one scale: f32 [1], of the values between the two products
   bool present() const { return gate.present() || up.present() || down.present(); }
 };
 
 struct FusedMoeArgs {
   Tensor x;
+  Tensor x_scale;                          ///< with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]
   Tensor gate_up, down;                    ///< stacked experts; absent when `experts` is given
+  Tensor gate_up_scale;                    ///< with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
+  Tensor down_scale;                       ///< with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
+  Tensor act_scale;                        ///< with fp8 weights of one scale an expert: f32 [1] or [experts]
+  int64_t block_offset = 0;                ///< 0 .. 127: where this slice of the intermediate starts in a block of 128
   std::span<const ExpertWeights> experts;  ///< or one by one; read during the call only
   ExpertWeights shared;                    ///< optional expert that every token visits
   Tensor expert_ids;
@@ -34,6 +43,12 @@ struct FusedMoeArgs {
 ///   y_t = sum over j = 0 .. top_k - 1, in this order, of expert_weights[t, j] · out(t, expert_ids[t, j])
 ///         + shared(t), added last and without a factor
 ///
+/// Scales   fp8 values mean stored * scale, and fp8 weights go with an fp8 x. With one scale an expert the values
+///          between the products, silu(gate) * up, are quantised by the given act_scale; with blocks of 128 x 128
+///          they get a made scale per token and 128 neighbours (Fp8Scaling::block), aligned with the weight's blocks,
+///          so the first group is 128 - block_offset wide. I has ceil((block_offset + intermediate) / 128) block
+///          rows, gate and up their own; H has ceil(hidden / 128).
+///
 /// Ids      -1 (not here), any other negative id and ids >= experts mean no work; their weights are not read.
 ///          An expert named twice by a token counts twice. A token without work gets its shared expert, or 0.
 ///
@@ -41,8 +56,10 @@ struct FusedMoeArgs {
 ///          [experts, hidden, intermediate]; or `experts` of equal shapes, which only CPU rows take: GPU rows
 ///          need the stacked form. expert_ids, expert_weights [tokens, top_k]. shared may have another
 ///          intermediate size. Rows may be strided.
-/// Types    x and y of one type, f32 or bf16; gate and up of one type, down of another or the same: f32, f16,
-///          bf16 or a block format; expert_ids i32; expert_weights f32. Intermediates and sums are fp32.
+/// Types    x f32, bf16 or fp8_e4m3; y of x's type, f32 or bf16 when x is fp8; gate and up of one type, down of another
+///          or the same: f32, f16, bf16 or a block format, or all fp8_e4m3; expert_ids i32; expert_weights f32.
+///          Intermediates and sums are fp32; GPU rows with bf16 weights round silu(gate) * up to bf16, and GPU rows
+///          may round out(t, e) to bf16.
 /// Writes   y and workspace; y must not overlap x.
 /// Cost     fused_moe_cost(): it reads expert_ids, since a visited expert's weights are moved once and others
 ///          not at all.

@@ -4,6 +4,7 @@
 
 #include "vivace/cost.h"
 #include "vivace/dispatch.h"
+#include "vivace/quantize_fp8.h"
 #include "vivace/status.h"
 #include "vivace/stream.h"
 #include "vivace/tensor.h"
@@ -13,7 +14,8 @@ namespace vivace {
 /// One weight that x is multiplied by.
 struct LinearPart {
   Tensor weight;
-  Tensor bias;  ///< optional
+  Tensor weight_scale;  ///< with fp8 weight: f32 [1], or [ceil(n / 128), ceil(k / 128)] of 128 x 128 blocks
+  Tensor bias;          ///< optional
   Tensor y;
 };
 
@@ -21,9 +23,12 @@ struct LinearArgs {
   static constexpr int kMaxParts = 3;
 
   Tensor x;
+  Tensor x_scale;  ///< with fp8 x, as in QuantizeFp8Args
+  Fp8Scaling x_scaling = Fp8Scaling::tensor;
   std::array<LinearPart, kMaxParts> parts{};
   int part_count = 1;
-  bool exact = false;  ///< forbids the quantisation of activations
+  bool exact = false;            ///< forbids the quantisation of activations
+  bool batch_invariant = false;  ///< a token's bits must not depend on how many tokens there are
   Tensor workspace;    ///< linear_workspace_bytes() bytes; absent when that is 0
 };
 
@@ -32,8 +37,11 @@ struct LinearArgs {
 ///
 /// Shapes   x [tokens, k]; weight [n, k], bias [n], y [tokens, n] with an n per part; workspace [bytes]. Rows
 ///          may be strided, so that parts can write side by side into one buffer.
-/// Types    x, y f32; weight f32, bf16, f16 or a block format (q4_0, q4_1, q8_0, q4_k, q6_k), each part its
-///          own; bias f32, bf16 or f16; workspace u8.
+/// Types    x f32, bf16 or fp8_e4m3; y f32 or bf16; weight f32, bf16, f16, fp8_e4m3 or a block format (q4_0, q4_1,
+///          q8_0, q4_k, q6_k), each part its own; bias f32, bf16 or f16; workspace u8. The CPU rows take x f32, or fp8
+///          x with fp8 weights, and y f32; the GPU rows x and weight both bf16 or both fp8.
+/// Scales   fp8 values mean stored * scale. Blocks of weight scales go with x_scaling block, one scale with tensor or
+///          token. Products of a block of 128 are summed in fp32, then scaled.
 /// Exact    `exact` or plain weights: fp32 arithmetic on the weights' exact values. Otherwise, for block
 ///          formats, x is rounded in groups of 32 along k to multiples of d = max|x| / 127 (q4_*) or
 ///          max|x| / 16383 (q8_0, q6_k), and the products of a group are summed exactly. A group with a NaN
@@ -41,8 +49,8 @@ struct LinearArgs {
 /// Writes   y and workspace. Nothing may overlap.
 /// Cost     linear_cost().
 /// Runs     on `stream`; allocates nothing.
-/// Repeats  bit for bit; a token's result does not depend on the tokens beside it, their number or the
-///          threads.
+/// Repeats  bit for bit; a token's result does not depend on the tokens beside it or the threads, nor, on the CPU
+///          and with batch_invariant, on their number.
 /// Fails    invalid_argument: a shape, stride or type disagrees, part_count is not 1..3, or the workspace is
 ///          too small. unsupported: no row fits.
 /// Source   src/ops/linear/

@@ -2,6 +2,7 @@
 
 #include "vivace/cost.h"
 #include "vivace/dispatch.h"
+#include "vivace/quantize_fp8.h"
 #include "vivace/status.h"
 #include "vivace/stream.h"
 #include "vivace/tensor.h"
@@ -13,16 +14,18 @@ struct RmsNormArgs {
   Tensor residual;  ///< optional; updated in place
   Tensor weight;
   Tensor y;
+  Tensor y_scale;  ///< with fp8 y, as in QuantizeFp8Args
+  Fp8Scaling y_scaling = Fp8Scaling::tensor;
   double eps = 1e-6;
 };
 
 /// With a residual: residual += x and v = residual; without: v = x. Then
-/// y = v / sqrt(mean(v * v) + eps) * weight.
+/// y = v / sqrt(mean(v * v) + eps) * weight; an fp8 y is that quantised as quantize_fp8 does, without a rounding between.
 ///
 /// Shapes   x, residual, y [tokens, hidden]; weight [hidden]. Rows may be strided.
-/// Types    x, residual, y of one type, f32 or bf16; weight f32, f16 or bf16. Arithmetic in fp32; the sum
-///          that enters the norm is the unrounded one.
-/// Writes   y and residual. y may be x; nothing else may overlap.
+/// Types    x and residual f32 or bf16 each; y of x's type, or fp8_e4m3; weight f32, f16 or bf16. Arithmetic in fp32;
+///          the sum that enters the norm is the unrounded one.
+/// Writes   y, residual and made scales. y may be x; nothing else may overlap.
 /// Cost     rms_norm_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a row does not depend on the rows beside it.

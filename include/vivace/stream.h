@@ -14,6 +14,7 @@ class ThreadPool;
 struct Stream {
   Device device = Device::cpu;
   int ordinal = 0;                     ///< which CUDA device
+  int compute_capability = 0;          ///< of a CUDA device, 10 * major + minor
   void* handle = nullptr;              ///< cudaStream_t
   cpu::ThreadPool* threads = nullptr;  ///< CPU workers; null: the calling thread alone
   Dispatch* dispatch = nullptr;        ///< preferences and counters; null: none

@@ -20,6 +20,11 @@ Checker& Checker::tensor(std::string_view name, const Tensor& tensor,
     status_ = invalid_argument("{}: {} is {}, needs {} dimensions", op_, name, to_string(tensor), rank);
     return *this;
   }
+  if (tensor.device != device_) {
+    status_ = invalid_argument("{}: {} is on {}, needs {} (the stream's device)", op_, name,
+                               name_of(tensor.device), name_of(device_));
+    return *this;
+  }
   const int64_t block = info_of(tensor.dtype).block_elements;
   for (int axis = 0; axis < rank && ok(); ++axis) {
     const int64_t extent = tensor.shape[axis], stride = tensor.stride[axis];

@@ -16,9 +16,9 @@ namespace vivace {
 /// The first failure wins; later checks do nothing.
 class Checker {
  public:
-  explicit Checker(std::string_view op) : op_(op) {}
+  Checker(std::string_view op, Device device) : op_(op), device_(device) {}
 
-  /// A present tensor of this shape. A dimension is a name, or a number in text ("2") for a fixed extent. The
+  /// A present tensor of this shape on the call's device. A dimension is a name, or a number in text ("2") for a fixed extent. The
   /// last dimension must be contiguous, strides must not be negative, and a null pointer is legal only
   /// without elements.
   Checker& tensor(std::string_view name, const Tensor& tensor, std::initializer_list<std::string_view> dims);
@@ -48,6 +48,7 @@ class Checker {
     int axis;
   };
   std::string_view op_;
+  Device device_;
   Status status_;
   std::array<Dim, 24> dims_;
   int count_ = 0;

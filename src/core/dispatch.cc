@@ -18,6 +18,16 @@ std::string dtype_list(int64_t mask) {
 
 }  // namespace
 
+int64_t alignment_of(const Tensor& tensor) {
+  constexpr uint64_t kMost = 256;
+  uint64_t bits = kMost | reinterpret_cast<uintptr_t>(tensor.data);
+  const int64_t element = info_of(tensor.dtype).block_bytes;
+  for (int axis = 0; axis + 1 < tensor.rank; ++axis) {
+    if (tensor.shape[axis] > 1) bits |= static_cast<uint64_t>(tensor.stride[axis] * element);
+  }
+  return static_cast<int64_t>(bits & -bits);
+}
+
 std::string describe(const Need& need, const int64_t* got) {
   std::string text;
   switch (need.kind) {

@@ -16,7 +16,12 @@
 
 namespace vivace {
 
-/// The facts of one call that needs speak about: a few names with numbers, built on the stack.
+/// What every address of a row begins with: the largest power of two, at most 256, that divides the tensor's address and
+/// its strides in bytes. A null pointer, as in a query of shapes, counts as aligned.
+int64_t alignment_of(const Tensor& tensor);
+
+/// The facts of one call that needs speak about: a few names with numbers, built on the stack. `compute_capability` is
+/// added to those that an operator gives.
 class Facts {
  public:
   Facts& add(std::string_view name, int64_t value) {
@@ -32,7 +37,7 @@ class Facts {
   }
 
  private:
-  static constexpr int kMax = 24;
+  static constexpr int kMax = 32;
   struct Fact {
     std::string_view name;
     int64_t value;
@@ -81,7 +86,8 @@ std::string refusal(std::span<const Need> needs, Device row_device, Device call_
 template <class Args>
 const Row<Args>* choose(const Operator<Args>& op, const Args& args, const Stream& stream,
                         std::vector<Refusal>* refused = nullptr) {
-  const Facts facts = op.facts(args);
+  Facts facts = op.facts(args);
+  facts.add("compute_capability", stream.compute_capability);
   const std::string_view preferred =
       stream.dispatch ? stream.dispatch->preferred(op.name) : std::string_view{};
   for (const Row<Args>& row : op.rows) {
@@ -90,8 +96,9 @@ const Row<Args>* choose(const Operator<Args>& op, const Args& args, const Stream
     for (const Need& need : row.needs) fits = fits && satisfied(need, facts);
     if (fits) return &row;
     if (refused) {
-      refused->push_back(
-          {std::string(row.name), internal::refusal(row.needs, row.device, stream.device, facts)});
+      refused->emplace_back();
+      refused->back().row = row.name;
+      refused->back().reason = internal::refusal(row.needs, row.device, stream.device, facts);
     }
   }
   return nullptr;

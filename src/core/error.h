@@ -1,6 +1,8 @@
 #pragma once
 
+#ifndef __CUDACC__  // fmt 9 does not compile under nvcc; kernels' files only pass a Status on
 #include <fmt/format.h>
+#endif
 
 #include <utility>
 
@@ -8,6 +10,8 @@
 
 // Errors with a formatted message. The message starts with the place and names the argument, its value and
 // what fits.
+
+#ifndef __CUDACC__
 
 namespace vivace {
 
@@ -37,3 +41,5 @@ Status io_error(fmt::format_string<Args...> format, Args&&... args) {
 }
 
 }  // namespace vivace
+
+#endif

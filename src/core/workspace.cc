@@ -6,9 +6,9 @@
 
 namespace vivace {
 
-Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed) {
+Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed, Device device) {
   if (needed <= 0) return {};
-  Checker check(op);
+  Checker check(op, device);
   check.tensor("workspace", workspace, {"workspace_bytes"})
       .dtype("workspace", workspace, dtypes_mask(DType::u8));
   VIVACE_TRY(check.status());

@@ -14,8 +14,8 @@ namespace vivace {
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kWorkspaceSlack = kCacheLine - 1;
 
-/// invalid_argument unless `workspace` is a u8 tensor of at least `needed` bytes; any tensor will do for 0.
-Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed);
+/// invalid_argument unless `workspace` is a u8 tensor of at least `needed` bytes on that device; any tensor will do for 0.
+Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed, Device device);
 
 /// `bytes` rounded up to whole cache lines.
 inline int64_t whole_lines(int64_t bytes) {

@@ -51,6 +51,14 @@ __device__ __forceinline__ fp8 from_float<fp8>(float v) {
   return fp8(v);
 }
 
+/// Element `i` of an array of f32, f16 or bf16, the type known when it runs: for small operands such as norm weights, where
+/// a kernel per type would only cost size.
+__device__ __forceinline__ float load_any(DType dtype, const void* data, int64_t i) {
+  if (dtype == DType::f32) return static_cast<const float*>(data)[i];
+  if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(data)[i]);
+  return to_float(static_cast<const f16*>(data)[i]);
+}
+
 /// `kCount` neighbouring elements, loaded and stored as one access of up to 16 bytes.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vec {

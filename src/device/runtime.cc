@@ -151,12 +151,15 @@ Buffer::~Buffer() {
 }
 
 Result<std::unique_ptr<OwnedStream>> OwnedStream::create(int ordinal) {
-  VIVACE_TRY(device_info(ordinal).status());
+  VIVACE_TRY_ASSIGN(const DeviceInfo* info, device_info(ordinal));
   const DeviceGuard guard(ordinal);
   cudaStream_t handle = nullptr;
   VIVACE_TRY(cuda_status(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "creating a stream"));
   std::unique_ptr<OwnedStream> owned(new OwnedStream);
-  owned->stream_ = {.device = Device::cuda, .ordinal = ordinal, .handle = handle};
+  owned->stream_ = {.device = Device::cuda,
+                    .ordinal = ordinal,
+                    .compute_capability = 10 * info->major + info->minor,
+                    .handle = handle};
   return owned;
 }
 

@@ -17,6 +17,32 @@ namespace vivace {
 /// Which cases a reader of cases.h wants.
 enum class CaseSize { test, serving };
 
+/// Where cases put their tensors: host memory, or memory that a device and the host both reach.
+struct CaseMemory {
+  Device device = Device::cpu;
+  void* (*allocate)(size_t bytes) = [](size_t bytes) { return ::operator new(bytes); };
+  void (*release)(void* memory) = [](void* memory) { ::operator delete(memory); };
+
+  static CaseMemory& current() {
+    static CaseMemory memory;
+    return memory;
+  }
+};
+
+/// Cases made while it lives are in `memory`.
+class CaseMemoryScope {
+ public:
+  explicit CaseMemoryScope(const CaseMemory& memory) : before_(CaseMemory::current()) {
+    CaseMemory::current() = memory;
+  }
+  ~CaseMemoryScope() { CaseMemory::current() = before_; }
+  CaseMemoryScope(const CaseMemoryScope&) = delete;
+  CaseMemoryScope& operator=(const CaseMemoryScope&) = delete;
+
+ private:
+  CaseMemory before_;
+};
+
 /// Owned memory of one tensor between two guard zones. Outputs start as NaN (or 0xA5 bytes), so an element
 /// that nobody wrote shows.
 class Guarded {
@@ -36,13 +62,22 @@ class Guarded {
     }
     const DTypeInfo info = info_of(dtype);
     bytes_ = (step + info.block_elements - 1) / info.block_elements * info.block_bytes;
-    memory_.assign(static_cast<size_t>(bytes_ + 2 * kGuard), kCanary);
-    t.data = memory_.data() + kGuard;
+    const CaseMemory& memory = CaseMemory::current();
+    const size_t total = static_cast<size_t>(bytes_) + 2 * kGuard;
+    memory_ = {static_cast<uint8_t*>(memory.allocate(total)), memory.release};
+    std::memset(memory_.get(), kCanary, total);
+    t.device = memory.device;
+    t.data = memory_.get() + kGuard;
     tensor_ = t;
     poison();
   }
-  Guarded(Guarded&&) = default;
-  Guarded& operator=(Guarded&&) = default;
+  Guarded(Guarded&& other) noexcept { *this = std::move(other); }
+  Guarded& operator=(Guarded&& other) noexcept {
+    std::swap(memory_, other.memory_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(tensor_, other.tensor_);
+    return *this;
+  }
 
   const Tensor& tensor() const { return tensor_; }
   operator const Tensor&() const { return tensor_; }
@@ -77,8 +112,10 @@ class Guarded {
     return *this;
   }
   bool canaries_intact() const {
+    if (memory_ == nullptr) return true;
+    const uint8_t* after = memory_.get() + kGuard + bytes_;
     for (size_t i = 0; i < kGuard; ++i) {
-      if (memory_[i] != kCanary || memory_[memory_.size() - 1 - i] != kCanary) return false;
+      if (memory_[i] != kCanary || after[i] != kCanary) return false;
     }
     return true;
   }
@@ -86,7 +123,7 @@ class Guarded {
  private:
   static constexpr size_t kGuard = 4096;
   static constexpr uint8_t kCanary = 0xA5;
-  std::vector<uint8_t> memory_;
+  std::unique_ptr<uint8_t[], void (*)(void*)> memory_{nullptr, [](void*) {}};
   int64_t bytes_ = 0;
   Tensor tensor_;
 };

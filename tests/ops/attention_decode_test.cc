@@ -17,8 +17,8 @@ TEST(AttentionDecode, EveryRowAgreesWithTheReference) {
     EXPECT_TRUE(want.workspace.canaries_intact());
     ASSERT_OK(attention_decode_reference(want.args, Stream{}));
     const AttentionBounds bounds = attention_bounds(want.args.attention);
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kAttentionDecode, want.args, stream, [&](const Row<AttentionDecodeArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kAttentionDecode, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         AttentionDecodeProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));
@@ -66,7 +66,7 @@ TEST(AttentionDecode, NanShows) {
         if (options.window == 0) {
           EXPECT_EQ(std::isnan(want.output.as<float>()[9 * 64]), nan_expected(nan, options));
         }
-        for_each_fitting_row(kAttentionDecode, want.args, Stream{}, [&](const Row<AttentionDecodeArgs>& row) {
+        for_each_fitting_row(kAttentionDecode, want.args, Stream{}, [&](const auto& row) {
           SCOPED_TRACE(row.name);
           AttentionDecodeProblem got(c, 1);
           set_nan(got, nan);

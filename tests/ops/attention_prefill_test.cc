@@ -13,8 +13,8 @@ TEST(AttentionPrefill, EveryRowAgreesWithTheReference) {
     ASSERT_OK(attention_prefill(want.args, Stream{}));
     ASSERT_OK(attention_prefill_reference(want.args, Stream{}));
     const AttentionBounds bounds = attention_bounds(want.args.attention);
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kAttentionPrefill, want.args, stream, [&](const Row<AttentionPrefillArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kAttentionPrefill, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         AttentionPrefillProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));
@@ -117,7 +117,7 @@ TEST(AttentionPrefill, NanShows) {
           EXPECT_EQ(std::isnan(want.output.as<float>()[2 * 9 * 64]), nan_expected(nan, options));
         }
         for_each_fitting_row(kAttentionPrefill, want.args, Stream{},
-                             [&](const Row<AttentionPrefillArgs>& row) {
+                             [&](const auto& row) {
                                SCOPED_TRACE(row.name);
                                AttentionPrefillProblem got(c, 1);
                                set_nan(got, nan);

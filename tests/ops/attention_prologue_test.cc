@@ -38,8 +38,8 @@ TEST(AttentionPrologue, EveryRowAgreesWithTheReference) {
     AttentionPrologueProblem want(c, 1);
     ASSERT_OK(attention_prologue(want.args, Stream{}));
     ASSERT_OK(attention_prologue_reference(want.args, Stream{}));
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kAttentionPrologue, want.args, stream, [&](const Row<AttentionPrologueArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kAttentionPrologue, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         AttentionPrologueProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));

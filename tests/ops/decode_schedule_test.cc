@@ -97,7 +97,7 @@ TEST(DecodeSchedule, EveryRowGivesTheSameSoundMap) {
     expect_sound(want);
     EXPECT_OK(
         check_schedule("test", want.schedule.as<int32_t>(), c.params, want.kv_lengths, want.query_start));
-    for_each_fitting_row(kDecodeSchedule, want.args, Stream{}, [&](const Row<DecodeScheduleArgs>& row) {
+    for_each_fitting_row(kDecodeSchedule, want.args, Stream{}, [&](const auto& row) {
       SCOPED_TRACE(row.name);
       DecodeScheduleProblem got(c);
       ASSERT_OK(row.run(got.args, Stream{}));

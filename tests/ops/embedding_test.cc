@@ -11,8 +11,8 @@ TEST(Embedding, EveryRowGivesTheTablesExactValues) {
     SCOPED_TRACE(c.name);
     EmbeddingProblem want(c, 1);
     ASSERT_OK(embedding_reference(want.args, Stream{}));
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kEmbedding, want.args, stream, [&](const Row<EmbeddingArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kEmbedding, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         EmbeddingProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));

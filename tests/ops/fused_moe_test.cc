@@ -71,8 +71,8 @@ TEST(FusedMoe, EveryRowAgreesWithTheReference) {
     FusedMoeProblem want(c, 1);
     ASSERT_OK(fused_moe_reference(want.args, Stream{}));
     const Bound bound = bound_of(want.args);
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kFusedMoe, want.args, stream, [&](const Row<FusedMoeArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kFusedMoe, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         FusedMoeProblem got(c, 1, stream);
         if (c.tokens > 0) ASSERT_OK(row.run(got.args, stream));

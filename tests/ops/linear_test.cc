@@ -66,8 +66,8 @@ TEST(Linear, EveryRowAgreesWithTheReference) {
     SCOPED_TRACE(c.name);
     LinearProblem want(c, 1);
     ASSERT_OK(linear_reference(want.args, Stream{}));
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kLinear, want.args, stream, [&](const Row<LinearArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kLinear, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         LinearProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));

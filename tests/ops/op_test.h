@@ -92,14 +92,55 @@ inline std::vector<Stream> cpu_streams() {
   return {Stream{}, Stream{.threads = &pool}};
 }
 
-/// Calls body(row) for each row of the operator that accepts the call, on this stream's device.
+/// What vivace-gpu-tests adds to the tests of operators: its streams, memory that both sides reach, and how to wait.
+struct GpuUnderTest {
+  std::vector<Stream> streams;
+  CaseMemory memory;
+  Status (*synchronize)(const Stream& stream) = nullptr;
+
+  static GpuUnderTest& instance() {
+    static GpuUnderTest gpu;
+    return gpu;
+  }
+};
+
+/// The streams whose rows a test compares with the reference: the GPU's in vivace-gpu-tests, the CPU's elsewhere.
+inline std::vector<Stream> test_streams() {
+  const GpuUnderTest& gpu = GpuUnderTest::instance();
+  return gpu.streams.empty() ? cpu_streams() : gpu.streams;
+}
+
+/// A row that a test runs. On a GPU it brings the scratch that the row asks for, poisoned and guarded, and waits.
+template <class Args>
+struct RowUnderTest {
+  const Row<Args>& row;
+  std::string_view name = row.name;
+
+  Status run(Args args, const Stream& stream) const {
+    if (stream.device == Device::cpu) return row.run(args, stream);
+    Guarded scratch;
+    if constexpr (requires { args.workspace; }) {
+      if (row.workspace_bytes != nullptr) scratch = Guarded(DType::u8, {row.workspace_bytes(args, stream)});
+      args.workspace = scratch;
+    }
+    VIVACE_TRY(row.run(args, stream));
+    VIVACE_TRY(GpuUnderTest::instance().synchronize(stream));
+    return scratch.canaries_intact() ? Status() : Status(Code::internal, "the workspace's canaries were overwritten");
+  }
+};
+
+/// Calls body(row) for each row of the operator that accepts the call, on this stream's device. Cases that the body
+/// makes are in that device's memory.
 template <class Args, class Body>
 void for_each_fitting_row(const Operator<Args>& op, const Args& args, const Stream& stream, Body&& body) {
-  const Facts facts = op.facts(args);
+  Facts facts = op.facts(args);
+  facts.add("compute_capability", stream.compute_capability);
+  const CaseMemoryScope scope(stream.device == Device::cuda ? GpuUnderTest::instance().memory
+                                                            : CaseMemory::current());
   for (const Row<Args>& row : op.rows) {
     bool fits = row.device == stream.device;
     for (const Need& need : row.needs) fits = fits && satisfied(need, facts);
-    if (fits) body(row);
+    if (fits) body(RowUnderTest<Args>{row});
   }
 }
 

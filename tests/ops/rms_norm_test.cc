@@ -11,8 +11,8 @@ TEST(RmsNorm, EveryRowAgreesWithTheReference) {
     SCOPED_TRACE(c.name);
     RmsNormProblem want(c, 1);
     ASSERT_OK(rms_norm_reference(want.args, Stream{}));
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kRmsNorm, want.args, stream, [&](const Row<RmsNormArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kRmsNorm, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         RmsNormProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));

@@ -18,8 +18,8 @@ TEST(RouteTopK, EveryRowAgreesWithTheReference) {
     SCOPED_TRACE(c.name);
     RouteTopKProblem want(c, 1);
     ASSERT_OK(route_top_k_reference(want.args, Stream{}));
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kRouteTopK, want.args, stream, [&](const Row<RouteTopKArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kRouteTopK, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         RouteTopKProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));

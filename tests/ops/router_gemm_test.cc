@@ -55,8 +55,8 @@ TEST(RouterGemm, EveryRowAgreesWithTheReference) {
     SCOPED_TRACE(c.name);
     const RouterGemmProblem problem(c, 1);
     const Oracle want = oracle(problem.args);
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kRouterGemm, problem.args, stream, [&](const Row<RouterGemmArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kRouterGemm, problem.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         RouterGemmProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));

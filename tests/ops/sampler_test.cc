@@ -21,8 +21,8 @@ TEST(Sampler, EveryRowAgreesWithTheReference) {
     SCOPED_TRACE(c.name);
     SamplerProblem want(c, 1);
     ASSERT_OK(sampler_reference(want.args, Stream{}));
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kSampler, want.args, stream, [&](const Row<SamplerArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kSampler, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         SamplerProblem got(c, 1, stream);
         ASSERT_OK(row.run(got.args, stream));

@@ -10,8 +10,8 @@ TEST(SiluMul, EveryRowAgreesWithTheReference) {
     SCOPED_TRACE(c.name);
     SiluMulProblem want(c, 1);
     ASSERT_OK(silu_mul_reference(want.args, Stream{}));
-    for (const Stream& stream : cpu_streams()) {
-      for_each_fitting_row(kSiluMul, want.args, stream, [&](const Row<SiluMulArgs>& row) {
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kSiluMul, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         SiluMulProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));

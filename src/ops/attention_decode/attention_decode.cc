@@ -35,7 +35,7 @@ Facts attention_decode_facts(const AttentionDecodeArgs& args) {
 }
 
 Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
-  Checker check(kName);
+  Checker check(kName, stream.device);
   VIVACE_TRY(check_decode(args, check));
   const int64_t requests = check["requests"];
   if (requests == 0 || check["tokens"] == 0) return {};
@@ -48,7 +48,7 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
                             args.schedule.shape[0], requests, args.params.workers, ints);
   }
   VIVACE_TRY_ASSIGN(const int64_t needed, attention_decode_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace(kName, args.workspace, needed));
+  VIVACE_TRY(check_workspace(kName, args.workspace, needed, stream.device));
   if (stream.device == Device::cpu) {
     VIVACE_TRY(check_attention_contents(kName, args.attention, args.max_query_tokens));
     VIVACE_TRY(check_schedule(kName, args.schedule.as<const int32_t>(), args.params,

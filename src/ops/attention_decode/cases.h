@@ -122,7 +122,7 @@ struct AttentionDecodeProblem : AttentionProblem {
   }
   /// After a change of lengths or row ranges.
   Status reschedule() {
-    return decode_schedule(
+    return decode_schedule_reference(
         {.kv_lengths = kv_lengths, .query_start = query_start, .params = args.params, .schedule = schedule},
         Stream{});
   }

@@ -10,7 +10,7 @@ Facts attention_prefill_facts(const AttentionPrefillArgs& args) {
 }
 
 Status attention_prefill(const AttentionPrefillArgs& args, const Stream& stream) {
-  Checker check("attention_prefill");
+  Checker check("attention_prefill", stream.device);
   check_attention(check, args.attention);
   check.that(args.split_tokens >= 0, "split_tokens", static_cast<double>(args.split_tokens), "at least 0");
   VIVACE_TRY(check.status());

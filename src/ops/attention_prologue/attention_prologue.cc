@@ -46,7 +46,7 @@ Facts attention_prologue_facts(const AttentionPrologueArgs& args) {
 Status attention_prologue(const AttentionPrologueArgs& args, const Stream& stream) {
   constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
   constexpr int64_t kPlain = dtypes_mask(DType::f32, DType::bf16, DType::f16);
-  Checker check(kName);
+  Checker check(kName, stream.device);
   check.tensor("q", args.q, {"tokens", "heads_q", "head_dim"})
       .tensor("qkv", args.qkv, {"tokens", "qkv width"})
       .tensor("k", args.k, {"pages", "page_tokens", "heads_kv", "head_dim"})

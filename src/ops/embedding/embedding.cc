@@ -13,7 +13,7 @@ Facts embedding_facts(const EmbeddingArgs& args) {
 }
 
 Status embedding(const EmbeddingArgs& args, const Stream& stream) {
-  Checker check("embedding");
+  Checker check("embedding", stream.device);
   check.tensor("ids", args.ids, {"tokens"})
       .tensor("table", args.table, {"vocab", "hidden"})
       .tensor("y", args.y, {"tokens", "hidden"})

@@ -66,7 +66,7 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
 }
 
 Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
-  Checker check("fused_moe");
+  Checker check("fused_moe", stream.device);
   check.tensor("x", args.x, {"tokens", "hidden"})
       .tensor("y", args.y, {"tokens", "hidden"})
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})
@@ -106,7 +106,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
   VIVACE_TRY(check.status());
   if (args.x.elements() == 0) return {};
   VIVACE_TRY_ASSIGN(const int64_t needed, fused_moe_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace("fused_moe", args.workspace, needed));
+  VIVACE_TRY(check_workspace("fused_moe", args.workspace, needed, stream.device));
   return dispatch(kFusedMoe, args, stream);
 }
 

@@ -42,7 +42,7 @@ Status linear(const LinearArgs& args, const Stream& stream) {
   constexpr int64_t kWeights =
       kPlain | dtypes_mask(DType::q4_0, DType::q4_1, DType::q8_0, DType::q4_k, DType::q6_k);
   constexpr int64_t kActivations = dtypes_mask(DType::f32);
-  Checker check("linear");
+  Checker check("linear", stream.device);
   check
       .that(args.part_count >= 1 && args.part_count <= LinearArgs::kMaxParts, "part_count", args.part_count,
             "1 to 3")

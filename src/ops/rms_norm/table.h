@@ -7,10 +7,18 @@ namespace vivace {
 
 Status rms_norm_reference(const RmsNormArgs& args, const Stream& stream);
 Status rms_norm_cpu(const RmsNormArgs& args, const Stream& stream);
+Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream);
 
 Facts rms_norm_facts(const RmsNormArgs& args);
 
+// A row waits in shared memory as fp32.
+inline constexpr Need kRmsNormCudaNeeds[] = {{"hidden", Need::at_most, 40960},
+                                             {"compute_capability", Need::at_least, 80}};
+
 inline constexpr Row<RmsNormArgs> kRmsNormRows[] = {
+#if VIVACE_CUDA
+    {"cuda.row", Device::cuda, kRmsNormCudaNeeds, rms_norm_cuda, "a block per row, one pass over memory"},
+#endif
     {"cpu.simd", Device::cpu, {}, rms_norm_cpu, "one pass per row, rows over threads"},
     {"reference", Device::cpu, {}, rms_norm_reference, "float64, straight from the formula"},
 };

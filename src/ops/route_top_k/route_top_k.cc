@@ -16,7 +16,7 @@ Facts route_top_k_facts(const RouteTopKArgs& args) {
 }
 
 Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
-  Checker check("route_top_k");
+  Checker check("route_top_k", stream.device);
   check.tensor("scores", args.scores, {"tokens", "experts"})
       .optional("correction_bias", args.correction_bias, {"experts"})
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})

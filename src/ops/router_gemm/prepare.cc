@@ -31,7 +31,7 @@ int64_t router_weight_bytes(const RouterWeightSource& source) {
 
 Result<RouterWeight> prepare_router_weight(const RouterWeightSource& source) {
   const Tensor& weight = source.weight;
-  Checker check("prepare_router_weight");
+  Checker check("prepare_router_weight", Device::cpu);
   check.tensor("weight", weight, {"experts", "hidden"})
       .dtype("weight", weight, dtypes_mask(DType::f32, DType::f16, DType::bf16))
       .that(source.mode == RouterMode::two_term || source.mode == RouterMode::exact, "mode",

@@ -52,7 +52,7 @@ Facts sampler_facts(const SamplerArgs& args) {
 }
 
 Status sampler(const SamplerArgs& args, const Stream& stream) {
-  Checker check("sampler");
+  Checker check("sampler", stream.device);
   check.tensor("logits", args.logits, {"rows", "vocab"})
       .define("rows", static_cast<int64_t>(args.rows.size()), "rows.size()")
       .tensor("ids", args.ids, {"rows"})
@@ -93,7 +93,7 @@ Status sampler(const SamplerArgs& args, const Stream& stream) {
     }
   }
   VIVACE_TRY_ASSIGN(const int64_t needed, sampler_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace("sampler", args.workspace, needed));
+  VIVACE_TRY(check_workspace("sampler", args.workspace, needed, stream.device));
   return dispatch(kSampler, args, stream);
 }
 

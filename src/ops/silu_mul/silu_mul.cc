@@ -10,7 +10,7 @@ Facts silu_mul_facts(const SiluMulArgs& args) {
 }
 
 Status silu_mul(const SiluMulArgs& args, const Stream& stream) {
-  Checker check("silu_mul");
+  Checker check("silu_mul", stream.device);
   check.tensor("gate", args.gate, {"tokens", "intermediate"})
       .tensor("up", args.up, {"tokens", "intermediate"})
       .tensor("y", args.y, {"tokens", "intermediate"})

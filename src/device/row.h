@@ -1,0 +1,84 @@
+#pragma once
+
+// A row of values in shared memory as fp32, and how it leaves: as f32 or bf16, or quantised to fp8 with a given scale or
+// one made from the row. For kernels that give a block to a row.
+
+#include <type_traits>
+
+#include "src/device/number.h"
+#include "src/device/reduce.h"
+#include "vivace/quantize_fp8.h"
+
+namespace vivace::device {
+
+/// Width of a block of activations that shares a made scale.
+inline constexpr int kScaleBlock = 128;
+
+/// max / 448, and at least the smallest normal number: what a made scale is. NaN stays NaN.
+__device__ __forceinline__ float made_scale(float max) {
+  constexpr float kLeast = 1.17549435e-38f;
+  const float scale = __fdiv_rn(max, kFp8Max);
+  return scale < kLeast ? kLeast : scale;
+}
+
+/// The larger magnitude; a NaN wins.
+struct MaxMagnitude {
+  __device__ __forceinline__ float operator()(float a, float b) const {
+    a = fabsf(a), b = fabsf(b);
+    return a > b || a != a ? a : b;
+  }
+  static constexpr float kIdentity = 0.f;
+};
+
+/// Where a row goes. `scales` is what made or given scales of this row begin at.
+template <class Out>
+struct RowTarget {
+  Out* y;
+  float* scales;
+  Fp8Scaling scaling;
+};
+
+/// Stores `width` values of `row`, by all kThreads threads of the block. The row must be complete in shared memory (a
+/// barrier lies before). kVec elements are one access: y must be aligned to that, and width a multiple.
+template <int kThreads, int kVec, class Out>
+__device__ __forceinline__ void store_row(const float* row, int64_t width, const RowTarget<Out>& target) {
+  if constexpr (!std::is_same_v<Out, fp8>) {
+    for (int64_t i = threadIdx.x * kVec; i < width; i += kThreads * kVec) {
+      float v[kVec];
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) v[j] = row[i + j];
+      store_floats(v, target.y + i);
+    }
+  } else {
+    const auto quantise = [&](int64_t i, float scale) { target.y[i] = from_float<fp8>(__fdiv_rn(row[i], scale)); };
+    if (target.scaling == Fp8Scaling::block) {
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      for (int64_t begin = int64_t{warp} * kScaleBlock; begin < width; begin += kThreads / 32 * kScaleBlock) {
+        const int64_t end = begin + kScaleBlock < width ? begin + kScaleBlock : width;
+        float max = 0.f;
+        for (int64_t i = begin + lane; i < end; i += 32) max = MaxMagnitude{}(max, row[i]);
+        const float scale = made_scale(warp_reduce<MaxMagnitude>(max));
+        if (lane == 0) target.scales[begin / kScaleBlock] = scale;
+        for (int64_t i = begin + lane; i < end; i += 32) quantise(i, scale);
+      }
+      return;
+    }
+    float scale;
+    if (target.scaling == Fp8Scaling::token) {
+      float max = 0.f;
+      for (int64_t i = threadIdx.x; i < width; i += kThreads) max = MaxMagnitude{}(max, row[i]);
+      scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
+      if (threadIdx.x == 0) *target.scales = scale;
+    } else {
+      scale = *target.scales;
+    }
+    for (int64_t i = threadIdx.x; i < width; i += kThreads) quantise(i, scale);
+  }
+}
+
+/// First scale of row `token` in a tensor of made or given scales.
+inline __device__ float* scales_of(float* scales, Fp8Scaling scaling, int64_t stride, int64_t token) {
+  return scaling == Fp8Scaling::tensor ? scales : scales + token * stride;
+}
+
+}  // namespace vivace::device

@@ -1,0 +1,59 @@
+// vivace-gpu-tests: the tests of operators and of the device layer, run on the first GPU of this machine.
+
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <new>
+
+#include "src/device/launch.h"
+#include "src/device/runtime.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace {
+
+namespace {
+
+// Managed memory: a case is filled and compared on the host and run on the device at the same address, and
+// compute-sanitizer knows its bounds.
+void* allocate_managed(size_t bytes) {
+  void* memory = nullptr;
+  const cudaError_t error = cudaMallocManaged(&memory, bytes);
+  if (error != cudaSuccess) {
+    std::fprintf(stderr, "cudaMallocManaged(%zu): %s\n", bytes, cudaGetErrorString(error));
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+
+void release_managed(void* memory) {
+  cudaFree(memory);
+}
+
+Status wait_for(const Stream& stream) {
+  return internal::cuda_status(cudaStreamSynchronize(cuda_stream(stream)), "waiting for a row under test");
+}
+
+}  // namespace
+
+}  // namespace vivace
+
+int main(int argc, char** argv) {
+  using namespace vivace;
+  testing::InitGoogleTest(&argc, argv);
+  std::string why;
+  if (device::device_count(&why) == 0) {
+    std::printf("vivace-gpu-tests: SKIPPED, nothing was tested: %s\n", why.c_str());
+    return 0;
+  }
+  auto stream = device::OwnedStream::create(0);
+  if (!stream.ok()) {
+    std::printf("vivace-gpu-tests: %s\n", stream.status().message().c_str());
+    return 1;
+  }
+  GpuUnderTest& gpu = GpuUnderTest::instance();
+  gpu.streams = {(*stream)->stream()};
+  gpu.memory = {.device = Device::cuda, .allocate = allocate_managed, .release = release_managed};
+  gpu.synchronize = wait_for;
+  return RUN_ALL_TESTS();
+}
