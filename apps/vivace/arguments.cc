@@ -278,9 +278,37 @@ void add_tokenize(CLI::App& app, TokenizeArgs& a) {
   c.add_flag("--json", a.json, "One JSON document instead of a table");
 }
 
-void add_bench(CLI::App& app, BenchServeArgs& a) {
-  CLI::App& bench = *add_command(app, "bench", "Measure the engine under load.", "");
+void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
+  CLI::App& c = *add_command(
+      bench, "ops",
+      "Time single operators on a GPU beside the least time that their bytes and operations allow.\n\n"
+      "Each case is checked once against float64 on the same inputs, then timed: distinct inputs in turn, so that caches\n"
+      "are cold as in serving, one graph with a call per input, the median of its replays. The floor is bytes over 4.5 TB/s\n"
+      "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s, what an H200 sustains in microbenchmarks; --suite roof\n"
+      "measures these on this machine.",
+      "Examples:\n"
+      "  vivace bench ops --suite roof\n"
+      "  vivace bench ops --suite fused_moe --case hy3,tokens=64,tp=8\n"
+      "  vivace bench ops --suite attention_decode --case 5x3000,heads_q=40,heads_kv=8,kv=bf16\n"
+      "  vivace bench ops --suite router_gemm --prefer router_gemm=cuda --targets targets.json --json result.json");
+  c.add_option("--suite", a.suites, "Suite to run; may be given several times [all]")->type_name("NAME");
+  c.add_option("--case", a.cases,
+               "A case by name and fields; may be given several times. Fields that no listed case has together make a case "
+               "of their own [all]")
+      ->type_name("NAME,FIELD=VALUE,...");
+  add(
+      c, "--device", "NAME", "cuda or cuda:N [cuda]", parse_device, [&](std::string text) { a.device = std::move(text); });
+  c.add_option("--prefer", a.prefer, "Rows to run instead of the first that fits: OP=ROW[,OP=ROW]")->type_name("OP=ROW");
+  integer(c, "--replays", 20, 100000, "Replays that a median is taken of [20]", [&](int64_t n) { a.replays = n; });
+  c.add_option("--targets", a.targets_file, "JSON with target times; adds target and ratio columns")->type_name("FILE");
+  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")->type_name("FILE");
+  c.add_flag("--list", a.list, "List the cases and stop");
+}
+
+void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops) {
+  CLI::App& bench = *add_command(app, "bench", "Measure the engine under load, or single operators.", "");
   bench.require_subcommand(1);
+  add_bench_ops(bench, ops);
   CLI::App& c = *add_command(
       bench, "serve",
       "Run many requests at once and measure what each of their users would see.\n\n"
@@ -425,13 +453,14 @@ Parsed parse_command_line(int argc, char** argv) {
   ScoreArgs score;
   TokenizeArgs tokenize;
   BenchServeArgs bench;
+  BenchOpsArgs bench_ops;
   OpsArgs ops;
   OpsExplainArgs explain;
   DoctorArgs doctor;
   add_generate(app, generate);
   add_score(app, score);
   add_tokenize(app, tokenize);
-  add_bench(app, bench);
+  add_bench(app, bench, bench_ops);
   add_ops(app, ops, explain);
   add_doctor(app, doctor);
   try {
@@ -445,7 +474,10 @@ Parsed parse_command_line(int argc, char** argv) {
   if (app.got_subcommand("generate")) return {generate};
   if (app.got_subcommand("score")) return {score};
   if (app.got_subcommand("tokenize")) return {tokenize};
-  if (app.got_subcommand("bench")) return {bench};
+  if (app.got_subcommand("bench")) {
+    if (app.get_subcommand("bench")->got_subcommand("ops")) return {bench_ops};
+    return {bench};
+  }
   if (app.got_subcommand("doctor")) return {doctor};
   if (app.get_subcommand("ops")->got_subcommand("explain")) return {explain};
   return {ops};

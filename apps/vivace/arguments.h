@@ -52,6 +52,14 @@ struct BenchServeArgs {
   std::string command;  ///< the command line, for the report
 };
 
+struct BenchOpsArgs {
+  std::string device = "cuda", prefer;
+  std::vector<std::string> suites, cases;
+  int64_t replays = 20;
+  std::string targets_file, json_file;
+  bool list = false;
+};
+
 struct OpsArgs {
   bool json = false, markdown = false;
 };
@@ -67,7 +75,7 @@ struct DoctorArgs {
   bool json = false;
 };
 
-using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, BenchServeArgs, OpsArgs,
+using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, BenchServeArgs, BenchOpsArgs, OpsArgs,
                              OpsExplainArgs, DoctorArgs>;
 
 struct Parsed {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "src/cpu/thread_pool.h"
+#include "src/engine/compute.h"
 #include "src/engine/model_runner.h"
 
 namespace vivace::cli {
@@ -20,10 +20,8 @@ Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
   model_options.max_tokens = std::max(model_options.max_tokens, largest);
   model_options.max_requests = std::max(model_options.max_requests, largest);
   VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*checkpoint, model_options));
-  cpu::ThreadPool pool(1);
-  const Stream stream{.device = options.device.starts_with("cuda") ? Device::cuda : Device::cpu,
-                      .threads = &pool,
-                      .dispatch = &dispatch};
+  VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(options.device, 1));
+  const Stream stream = compute->stream(&dispatch);
   std::vector<model::OpUse> uses;
   for (const int64_t batch : batches) {
     std::vector<model::OpUse> step = model->explain(batch, stream);

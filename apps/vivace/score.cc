@@ -5,12 +5,11 @@
 #include <nlohmann/json.hpp>
 
 #include "apps/vivace/commands.h"
-#include "apps/vivace/machine.h"
 #include "apps/vivace/model_files.h"
 #include "apps/vivace/output.h"
 #include "src/core/error.h"
 #include "src/core/guard.h"
-#include "src/cpu/thread_pool.h"
+#include "src/engine/compute.h"
 #include "src/engine/model_runner.h"
 #include "src/model/mapped_file.h"
 #include "src/model/model.h"
@@ -32,9 +31,7 @@ Result<int32_t> separator_of(const ScoreArgs& args, const model::ModelConfig& co
 
 Result<model::ScoreResult> run_score(const ScoreArgs& args) {
   const EngineOptions& o = args.engine;
-  if (o.device != "cpu") {
-    return unsupported("--device is '{}', needs cpu: this build has no other rows", o.device);
-  }
+  VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(o.device, o.threads));
   VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(o.model));
   VIVACE_TRY(need_tokenizer(files, o.model, "score needs one to read the text"));
   VIVACE_TRY_ASSIGN(const int32_t separator, separator_of(args, files.checkpoint->config()));
@@ -50,8 +47,7 @@ Result<model::ScoreResult> run_score(const ScoreArgs& args) {
                                      {reinterpret_cast<const char*>(bytes.data()), bytes.size()}, separator));
   Dispatch dispatch;
   if (!o.prefer.empty()) VIVACE_TRY(dispatch.prefer(o.prefer));
-  cpu::ThreadPool pool(o.threads > 0 ? o.threads : this_machine().cores);
-  const Stream stream{.threads = &pool, .dispatch = &dispatch};
+  const Stream stream = compute->stream(&dispatch);
   ProgressLine line;
   model::ScoreOptions score_options{.window = args.window, .max_windows = args.max_windows};
   score_options.progress = [&](int64_t done, int64_t total) {

@@ -168,7 +168,7 @@ OwnedStream::~OwnedStream() {
 }
 
 Status OwnedStream::synchronize() {
-  return cuda_status(cudaStreamSynchronize(cuda_stream(stream_)), "waiting for a stream");
+  return device::synchronize(stream_);
 }
 
 Result<std::unique_ptr<Event>> Event::create(int ordinal) {
@@ -258,6 +258,20 @@ Status copy_to_host(void* destination, const void* source, int64_t bytes, const 
   return copy(destination, source, bytes, cudaMemcpyDeviceToHost, stream);
 }
 
+Status copy_rows_to_device(void* destination, int64_t destination_stride, const void* source, int64_t source_stride,
+                           int64_t row_bytes, int64_t rows, const Stream& stream) {
+  if (row_bytes == 0 || rows == 0) return {};
+  return cuda_status(
+      cudaMemcpy2DAsync(destination, static_cast<size_t>(destination_stride), source, static_cast<size_t>(source_stride),
+                        static_cast<size_t>(row_bytes), static_cast<size_t>(rows), cudaMemcpyHostToDevice,
+                        cuda_stream(stream)),
+      fmt::format("copying {} rows of {} bytes", rows, row_bytes));
+}
+
+Status synchronize(const Stream& stream) {
+  return cuda_status(cudaStreamSynchronize(cuda_stream(stream)), "waiting for a stream");
+}
+
 Status copy_on_device(void* destination, const void* source, int64_t bytes, const Stream& stream) {
   return copy(destination, source, bytes, cudaMemcpyDeviceToDevice, stream);
 }
@@ -334,6 +348,12 @@ Status copy_to_device(void*, const void*, int64_t, const Stream&) {
   return without_cuda();
 }
 Status copy_to_host(void*, const void*, int64_t, const Stream&) {
+  return without_cuda();
+}
+Status copy_rows_to_device(void*, int64_t, const void*, int64_t, int64_t, int64_t, const Stream&) {
+  return without_cuda();
+}
+Status synchronize(const Stream&) {
   return without_cuda();
 }
 Status copy_on_device(void*, const void*, int64_t, const Stream&) {

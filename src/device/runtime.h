@@ -127,9 +127,15 @@ class Graph {
   [[maybe_unused]] void* exec_ = nullptr;
 };
 
+/// Blocks until all that was enqueued on `stream` is done.
+Status synchronize(const Stream& stream);
+
 /// Asynchronous copies on `stream`; host memory should be pinned.
 Status copy_to_device(void* destination, const void* source, int64_t bytes, const Stream& stream);
 Status copy_to_host(void* destination, const void* source, int64_t bytes, const Stream& stream);
+/// `rows` rows of `row_bytes`; strides in bytes.
+Status copy_rows_to_device(void* destination, int64_t destination_stride, const void* source, int64_t source_stride,
+                           int64_t row_bytes, int64_t rows, const Stream& stream);
 Status copy_on_device(void* destination, const void* source, int64_t bytes, const Stream& stream);
 Status fill(void* destination, int byte, int64_t bytes, const Stream& stream);
 

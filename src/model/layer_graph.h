@@ -37,21 +37,23 @@ struct Step {
   Tensor positions;  ///< i32 [tokens]
   Tensor slots;      ///< i64 [tokens]
   RequestGroup decodes, chunks;
-  std::span<const int64_t> logit_rows;
-  bool all_rows = false;  ///< logit_rows are 0, 1, ..., tokens - 1
-  Tensor logits;          ///< f32 [logit_rows, vocab]
+  int64_t max_chunk_tokens = 0;  ///< no chunk has more
+  Tensor logit_rows;             ///< i32 [rows]: the tokens whose logits are wanted
+  bool all_rows = false;         ///< they are 0, 1, ..., tokens - 1
+  Tensor logits;                 ///< f32 [rows, vocab]
 
   int64_t tokens() const { return token_ids.shape[0]; }
 };
 
-/// The activations between the operators of a step, f32 [max_tokens, ...] each. A step uses the first rows.
+/// The activations between the operators of a step, [max_tokens, ...] each, f32 on the CPU and bf16 on a GPU unless it
+/// says otherwise. A step uses the first rows.
 struct Activations {
-  Tensor residual;                            ///< [hidden]: the residual stream
-  Tensor picked;                              ///< [hidden]: its rows whose logits are wanted
+  Tensor residual;                            ///< f32 [hidden]: the residual stream
+  Tensor picked;                              ///< f32 [hidden]: its rows whose logits are wanted
   Tensor normed, delta;                       ///< [hidden]: input and output of a block
   Tensor qkv, q, attended;                    ///< [(heads_q + 2 heads_kv) * head_dim], [heads_q * head_dim]
   Tensor gate_up;                             ///< [2 * intermediate]; absent without dense layers
-  Tensor scores, expert_ids, expert_weights;  ///< [experts], i32 [top_k], [top_k]; absent in a dense model
+  Tensor scores, expert_ids, expert_weights;  ///< f32 [experts], i32 [top_k], f32 [top_k]; absent in a dense model
   Tensor schedule;                            ///< i32, one map for all layers
   Tensor linear_scratch, attention_scratch, moe_scratch;  ///< u8
 };
@@ -64,14 +66,14 @@ struct LayerGraph {
   Tensor cos_sin;            ///< f32 [max_model_len, rotary_dim]
   std::vector<Tensor> k, v;  ///< per layer [pages, page_tokens, heads_kv, head_dim]
   DecodeScheduleParams schedule;
-  bool exact = false;
+  bool exact = false, deterministic = false;
 };
 
 namespace internal {
 
 /// Columns [begin, begin + count) of a matrix.
 inline Tensor columns(Tensor matrix, int64_t begin, int64_t count) {
-  if (matrix.data != nullptr) matrix.data = matrix.as<float>() + begin;
+  if (matrix.data != nullptr) matrix.data = matrix.as<char>() + begin * info_of(matrix.dtype).block_bytes;
   matrix.shape[1] = count;
   return matrix;
 }
@@ -87,8 +89,8 @@ inline Tensor as_heads(const Tensor& matrix, int64_t heads, int64_t head_dim) {
 
 }  // namespace internal
 
-/// Walks one step: calls run(layer, args) for every operator in the order of the data flow, and run.pick(from, to, rows)
-/// where only some rows go on. One walk serves running, explaining and sizing, so they cannot disagree.
+/// Walks one step: calls run(layer, args) for every operator in the order of the data flow. One walk serves running,
+/// explaining and sizing, so they cannot disagree.
 ///
 /// The residual stream is updated by the norm that follows a block: rms_norm adds the block's output to it and
 /// normalises the sum in one pass. After attention in the last layer only rows whose logits are wanted go on; a step
@@ -118,7 +120,10 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     return run(layer, args);
   };
   const auto project = [&](int64_t layer, const Tensor& x, std::initializer_list<LinearPart> parts) {
-    LinearArgs args{.x = x, .exact = graph.exact, .workspace = buffers.linear_scratch};
+    LinearArgs args{.x = x,
+                    .exact = graph.exact,
+                    .batch_invariant = graph.deterministic,
+                    .workspace = buffers.linear_scratch};
     args.part_count = 0;
     for (const LinearPart& part : parts) args.parts[args.part_count++] = part;
     return run(layer, args);
@@ -130,10 +135,14 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
 
     VIVACE_TRY(norm(l, weights.input_norm));
     const Tensor qkv = buffers.qkv.rows(0, tokens);
-    VIVACE_TRY(project(l, normed,
-                       {{.weight = weights.q, .y = internal::columns(qkv, 0, width_q)},
-                        {.weight = weights.k, .y = internal::columns(qkv, width_q, width_kv)},
-                        {.weight = weights.v, .y = internal::columns(qkv, width_q + width_kv, width_kv)}}));
+    if (weights.qkv.present()) {
+      VIVACE_TRY(project(l, normed, {{.weight = weights.qkv, .y = qkv}}));
+    } else {
+      VIVACE_TRY(project(l, normed,
+                         {{.weight = weights.q, .y = internal::columns(qkv, 0, width_q)},
+                          {.weight = weights.k, .y = internal::columns(qkv, width_q, width_kv)},
+                          {.weight = weights.v, .y = internal::columns(qkv, width_q + width_kv, width_kv)}}));
+    }
     const Tensor q = internal::as_heads(buffers.q.rows(0, tokens), config.heads_q, config.head_dim);
     VIVACE_TRY(run(l, AttentionPrologueArgs{.qkv = qkv,
                                             .q_norm_weight = weights.q_norm,
@@ -149,7 +158,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                                               ? vivace::RopeStyle::neox
                                                               : vivace::RopeStyle::interleaved,
                                             .eps = config.rms_eps}));
-    if (last && step.logit_rows.empty()) return {};
+    if (last && step.logit_rows.elements() == 0) return {};
 
     Tensor attended = buffers.attended.rows(0, tokens);
     AttentionArgs attention{.q = q,
@@ -172,13 +181,16 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     if (step.chunks.requests() > 0) {
       VIVACE_TRY(run(
           l, AttentionPrefillArgs{.attention = of_group(step.chunks),
+                                  .max_query_tokens = step.max_chunk_tokens,
                                   .split_tokens = graph.schedule.piece_tiles * graph.schedule.tile_tokens}));
     }
     if (last && !step.all_rows) {
-      tokens = static_cast<int64_t>(step.logit_rows.size());
-      const Tensor picked = buffers.picked.rows(0, tokens), picked_attended = buffers.q.rows(0, tokens);
-      run.pick(residual, picked, step.logit_rows);
-      run.pick(attended, picked_attended, step.logit_rows);  // the queries were read: their buffer is free
+      // Rows are picked as an embedding is: by their numbers.
+      tokens = step.logit_rows.shape[0];
+      const Tensor picked = buffers.picked.rows(0, tokens);
+      const Tensor picked_attended = buffers.q.rows(0, tokens);  // the queries were read: their buffer is free
+      VIVACE_TRY(run(l, EmbeddingArgs{.ids = step.logit_rows, .table = residual, .y = picked}));
+      VIVACE_TRY(run(l, EmbeddingArgs{.ids = step.logit_rows, .table = attended, .y = picked_attended}));
       residual = picked;
       attended = picked_attended;
       normed = buffers.normed.rows(0, tokens);
@@ -187,12 +199,16 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     VIVACE_TRY(project(l, attended, {{.weight = weights.o, .y = delta}}));
 
     VIVACE_TRY(norm(l, weights.post_attention_norm));
-    if (weights.experts.empty()) {
+    if (!weights.sparse()) {
       const Tensor both = buffers.gate_up.rows(0, tokens);
       const Tensor gate = internal::columns(both, 0, config.intermediate);
       const Tensor up = internal::columns(both, config.intermediate, config.intermediate);
-      VIVACE_TRY(project(l, normed,
-                         {{.weight = weights.dense.gate, .y = gate}, {.weight = weights.dense.up, .y = up}}));
+      if (weights.dense_gate_up.present()) {
+        VIVACE_TRY(project(l, normed, {{.weight = weights.dense_gate_up, .y = both}}));
+      } else {
+        VIVACE_TRY(project(l, normed,
+                           {{.weight = weights.dense.gate, .y = gate}, {.weight = weights.dense.up, .y = up}}));
+      }
       VIVACE_TRY(run(l, SiluMulArgs{.gate = gate, .up = up, .y = gate}));
       VIVACE_TRY(project(l, gate, {{.weight = weights.dense.down, .y = delta}}));
     } else {
@@ -212,6 +228,8 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                .renormalise = config.router_renormalise,
                                .scale = config.router_scale}));
       VIVACE_TRY(run(l, FusedMoeArgs{.x = normed,
+                                     .gate_up = weights.experts_gate_up,
+                                     .down = weights.experts_down,
                                      .experts = weights.experts,
                                      .shared = weights.shared,
                                      .expert_ids = ids,

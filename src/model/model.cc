@@ -10,9 +10,10 @@
 #include "src/core/guard.h"
 #include "src/cpu/thread_pool.h"
 #include "src/model/layer_graph.h"
+#include "src/model/memory.h"
+#include "src/model/place_weights.h"
 #include "src/model/rope.h"
 #include "src/model/weights.h"
-#include "src/model/zero_memory.h"
 
 namespace vivace::model {
 
@@ -22,6 +23,7 @@ namespace {
 // that the order of every sum follows from the request alone.
 constexpr int64_t kTileTokens = 64;
 constexpr int64_t kPieceTiles = 8;
+constexpr int64_t kCtasPerSm = 2;  // that share a decode step's tiles on a GPU
 
 /// Runs each call of the walk.
 struct RunCalls {
@@ -43,15 +45,19 @@ struct RunCalls {
   Status operator()(int64_t, const RouterGemmArgs& args) const { return router_gemm(args, stream); }
   Status operator()(int64_t layer, const RouteTopKArgs& args) const {
     VIVACE_TRY(route_top_k(args, stream));
-    if (observer) observer(layer, args.expert_ids);
+    if (!observer) return {};
+    if (stream.device == Device::cpu) {
+      observer(layer, args.expert_ids);
+      return {};
+    }
+    const Tensor& ids = args.expert_ids;  // dense: a buffer of its own
+    std::vector<int32_t> copy(static_cast<size_t>(ids.elements()));
+    VIVACE_TRY(device::copy_to_host(copy.data(), ids.data, ids.bytes(), stream));
+    VIVACE_TRY(device::synchronize(stream));
+    observer(layer, Tensor(copy.data(), DType::i32, {ids.shape[0], ids.shape[1]}));
     return {};
   }
   Status operator()(int64_t, const FusedMoeArgs& args) const { return fused_moe(args, stream); }
-  void pick(const Tensor& from, const Tensor& to, std::span<const int64_t> rows) const {
-    for (size_t i = 0; i < rows.size(); ++i) {
-      std::memcpy(to.at(static_cast<int64_t>(i)).data, from.at(rows[i]).data, from.shape[1] * sizeof(float));
-    }
-  }
 };
 
 /// Asks each call of the walk which row it would take.
@@ -97,7 +103,6 @@ struct ExplainCalls {
   Status operator()(int64_t layer, const FusedMoeArgs& args) const {
     return add(layer, "fused_moe", fused_moe_explain(args, stream));
   }
-  void pick(const Tensor&, const Tensor&, std::span<const int64_t>) const {}
 };
 
 /// The largest scratch that any call of the walk needs. Calls of one operator follow each other, so they share it.
@@ -123,30 +128,61 @@ struct MeasureCalls {
   Status operator()(int64_t, const Args&) {
     return {};
   }
-  void pick(const Tensor&, const Tensor&, std::span<const int64_t>) const {}
 };
 
 /// Hands out pieces of one reservation; with a null base it only counts.
 class Layout {
  public:
-  explicit Layout(uint8_t* base) : base_(base) {}
+  Layout(uint8_t* base, Device device) : base_(base), device_(device) {}
   Tensor matrix(DType dtype, int64_t rows, int64_t columns) {
     return columns == 0 ? Tensor()
-                        : Tensor(take(rows * columns * info_of(dtype).block_bytes), dtype, {rows, columns});
+                        : Tensor(take(rows * columns * info_of(dtype).block_bytes), dtype, {rows, columns}, device_);
   }
-  Tensor scratch(int64_t bytes) { return bytes == 0 ? Tensor() : Tensor(take(bytes), DType::u8, {bytes}); }
-  Tensor ints(int64_t count) { return Tensor(take(4 * count), DType::i32, {count}); }
+  Tensor vector(DType dtype, int64_t count) {
+    return count == 0 ? Tensor() : Tensor(take(count * info_of(dtype).block_bytes), dtype, {count}, device_);
+  }
   int64_t bytes() const { return offset_; }
 
  private:
   void* take(int64_t bytes) {
-    constexpr int64_t kLine = 64;
+    constexpr int64_t kLine = 256;  // what wide accesses of any device want
     void* at = base_ == nullptr ? nullptr : base_ + offset_;
     offset_ += (bytes + kLine - 1) / kLine * kLine;
     return at;
   }
   uint8_t* base_;
+  Device device_;
   int64_t offset_ = 0;
+};
+
+/// The arrays of a step as tensors: of the largest one, in device memory or in the pinned memory that is copied there;
+/// or of one step, in the caller's memory.
+struct StepArrays {
+  Tensor token_ids, positions, slots, logit_rows;  ///< i32, i32, i64, i32 [tokens]
+  Tensor query_start, kv_lengths;                  ///< i32 [requests + 1], [requests]
+  Tensor page_table;                               ///< i32 [requests, max_pages]
+
+  /// The largest step over `memory`, and its bytes.
+  static std::pair<StepArrays, int64_t> lay_out(uint8_t* memory, Device device, int64_t tokens, int64_t requests,
+                                                int64_t max_pages) {
+    Layout layout(memory, device);
+    StepArrays arrays;
+    arrays.token_ids = layout.vector(DType::i32, tokens);
+    arrays.positions = layout.vector(DType::i32, tokens);
+    arrays.slots = layout.vector(DType::i64, tokens);
+    arrays.logit_rows = layout.vector(DType::i32, tokens);
+    arrays.query_start = layout.vector(DType::i32, requests + 1);
+    arrays.kv_lengths = layout.vector(DType::i32, requests);
+    arrays.page_table = layout.matrix(DType::i32, requests, max_pages);
+    return {arrays, layout.bytes()};
+  }
+  /// Requests [begin, begin + count); absent when there are none.
+  RequestGroup group(int64_t begin, int64_t count) const {
+    if (count == 0) return {};
+    return {.kv_lengths = kv_lengths.rows(begin, count),
+            .starts = query_start.rows(begin, count + 1),
+            .page_table = page_table.rows(begin, count)};
+  }
 };
 
 template <class T>
@@ -154,27 +190,12 @@ Tensor view_of(std::span<const T> values, DType dtype) {
   return Tensor(const_cast<T*>(values.data()), dtype, {static_cast<int64_t>(values.size())});
 }
 
-/// Requests [begin, begin + count) of a step's arrays; absent when there are none.
-RequestGroup group_of(const ForwardInput& input, int64_t begin, int64_t count) {
-  if (count == 0) return {};
-  const auto table = input.page_table.subspan(begin * input.max_pages, count * input.max_pages);
-  return {.kv_lengths = view_of(input.kv_lengths.subspan(begin, count), DType::i32),
-          .starts = view_of(input.query_start.subspan(begin, count + 1), DType::i32),
-          .page_table = Tensor(const_cast<int32_t*>(table.data()), DType::i32, {count, input.max_pages})};
-}
-
-RequestGroup shape_of_group(int64_t requests, int64_t max_pages) {
-  if (requests == 0) return {};
-  return {.kv_lengths = Tensor(nullptr, DType::i32, {requests}),
-          .starts = Tensor(nullptr, DType::i32, {requests + 1}),
-          .page_table = Tensor(nullptr, DType::i32, {requests, max_pages})};
-}
-
 class Decoder final : public Model {
  public:
   Decoder(const ModelOptions& options, LayerGraph graph, RopeTable rope)
       : options_(options), graph_(std::move(graph)), rope_(std::move(rope)) {
     graph_.cos_sin = rope_.tensor();
+    graph_.cos_sin.device = options_.device;
     describe_pool(nullptr, 1);
     graph_.buffers = lay_out(nullptr, {}).first;
   }
@@ -184,7 +205,12 @@ class Decoder final : public Model {
   int64_t max_model_len() const override { return rope_.tensor().shape[0]; }
   int64_t page_bytes() const override { return 2 * graph_.config.layers * layer_page_bytes(); }
   Status allocate_pages(int64_t pages, const Stream& stream) override;
-  Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) override;
+  Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) override {
+    VIVACE_TRY(stage(input, logits, stream));
+    return enqueue(stream);
+  }
+  Status stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) override;
+  Status enqueue(const Stream& stream) override;
   std::vector<OpUse> explain(int64_t batch, const Stream& stream) override;
   void observe_routes(RouteObserver observer) override { observer_ = std::move(observer); }
 
@@ -200,13 +226,31 @@ class Decoder final : public Model {
   void describe_pool(uint8_t* memory, int64_t pages);
   std::pair<Activations, int64_t> lay_out(uint8_t* memory, const ScratchBytes& scratch) const;
   Status check(const ForwardInput& input, const Tensor& logits) const;
+  Status check_contents(const ForwardInput& input) const;
+  Status allocate_staging(const Stream& stream);
+  Status copy_to_device(const ForwardInput& input, const Stream& stream);
   Step shape_of_step(int64_t tokens, int64_t decodes, int64_t chunks) const;
+  bool on_cpu() const { return options_.device == Device::cpu; }
 
   ModelOptions options_;
   LayerGraph graph_;
   RopeTable rope_;
-  ZeroMemory pool_, scratch_;
+  Memory pool_, scratch_, cos_sin_;
   int64_t pages_ = 0;
+  Step step_;  ///< the staged one
+  std::vector<int32_t> logit_rows_;
+
+  // On a GPU, where a step's arrays are copied from and to. Two of the former: one may still be read while the next is
+  // written.
+  struct Staging {
+    device::Buffer memory;
+    StepArrays arrays;
+    std::unique_ptr<device::Event> copied;
+  };
+  Staging staging_[2];
+  int next_staging_ = 0;
+  Memory step_memory_;
+  StepArrays on_device_;
   RouteObserver observer_;
 };
 
@@ -217,8 +261,8 @@ void Decoder::describe_pool(uint8_t* memory, int64_t pages) {
   graph_.v.clear();
   for (int64_t l = 0; l < config.layers; ++l) {
     for (std::vector<Tensor>* side : {&graph_.k, &graph_.v}) {
-      side->push_back(
-          Tensor(memory, options_.kv_dtype, {pages, options_.page_tokens, config.heads_kv, config.head_dim}));
+      side->push_back(Tensor(memory, options_.kv_dtype,
+                             {pages, options_.page_tokens, config.heads_kv, config.head_dim}, options_.device));
       if (memory != nullptr) memory += bytes;
     }
   }
@@ -231,47 +275,60 @@ std::pair<Activations, int64_t> Decoder::lay_out(uint8_t* memory, const ScratchB
   const int64_t width_q = config.heads_q * config.head_dim, width_kv = config.heads_kv * config.head_dim;
   const bool has_dense = std::any_of(graph_.weights.layers.begin(), graph_.weights.layers.end(),
                                      [](const LayerWeights& layer) { return layer.dense.present(); });
-  Layout layout(memory);
+  const DType activation = on_cpu() ? DType::f32 : DType::bf16;
+  Layout layout(memory, options_.device);
   Activations buffers;
   buffers.residual = layout.matrix(DType::f32, tokens, config.hidden);
   buffers.picked = layout.matrix(DType::f32, tokens, config.hidden);
-  buffers.normed = layout.matrix(DType::f32, tokens, config.hidden);
-  buffers.delta = layout.matrix(DType::f32, tokens, config.hidden);
-  buffers.qkv = layout.matrix(DType::f32, tokens, width_q + 2 * width_kv);
-  buffers.q = layout.matrix(DType::f32, tokens, width_q);
-  buffers.attended = layout.matrix(DType::f32, tokens, width_q);
-  buffers.gate_up = layout.matrix(DType::f32, tokens, has_dense ? 2 * config.intermediate : 0);
+  buffers.normed = layout.matrix(activation, tokens, config.hidden);
+  buffers.delta = layout.matrix(activation, tokens, config.hidden);
+  buffers.qkv = layout.matrix(activation, tokens, width_q + 2 * width_kv);
+  buffers.q = layout.matrix(activation, tokens, width_q);
+  buffers.attended = layout.matrix(activation, tokens, width_q);
+  buffers.gate_up = layout.matrix(activation, tokens, has_dense ? 2 * config.intermediate : 0);
   buffers.scores = layout.matrix(DType::f32, tokens, config.experts);
   buffers.expert_ids = layout.matrix(DType::i32, tokens, config.is_moe() ? config.top_k : 0);
   buffers.expert_weights = layout.matrix(DType::f32, tokens, config.is_moe() ? config.top_k : 0);
-  buffers.schedule = layout.ints(decode_schedule_ints(options_.max_requests, scratch.workers));
-  buffers.linear_scratch = layout.scratch(scratch.linear);
-  buffers.attention_scratch = layout.scratch(scratch.attention);
-  buffers.moe_scratch = layout.scratch(scratch.moe);
+  buffers.schedule = layout.vector(DType::i32, decode_schedule_ints(options_.max_requests, scratch.workers));
+  buffers.linear_scratch = layout.vector(DType::u8, scratch.linear);
+  buffers.attention_scratch = layout.vector(DType::u8, scratch.attention);
+  buffers.moe_scratch = layout.vector(DType::u8, scratch.moe);
   return {buffers, layout.bytes()};
 }
 
 Step Decoder::shape_of_step(int64_t tokens, int64_t decodes, int64_t chunks) const {
+  const StepArrays arrays =
+      StepArrays::lay_out(nullptr, options_.device, tokens, decodes + chunks, max_pages()).first;
   Step step;
-  step.token_ids = Tensor(nullptr, DType::i32, {tokens});
-  step.positions = Tensor(nullptr, DType::i32, {tokens});
-  step.slots = Tensor(nullptr, DType::i64, {tokens});
-  step.decodes = shape_of_group(decodes, max_pages());
-  step.chunks = shape_of_group(chunks, max_pages());
-  // Every row goes to the end. The walk asks for the list only where rows are left out.
-  static constexpr int64_t kAnyRow[1] = {0};
-  step.logit_rows = kAnyRow;
+  step.token_ids = arrays.token_ids;
+  step.positions = arrays.positions;
+  step.slots = arrays.slots;
+  step.decodes = arrays.group(0, decodes);
+  step.chunks = arrays.group(decodes, chunks);
+  step.max_chunk_tokens = tokens;
+  step.logit_rows = arrays.logit_rows;
   step.all_rows = true;
-  step.logits = Tensor(nullptr, DType::f32, {tokens, graph_.config.vocab});
+  step.logits = Tensor(nullptr, DType::f32, {tokens, graph_.config.vocab}, options_.device);
   return step;
+}
+
+/// Who shares the work of a decode step: the threads of a CPU stream, or the CTAs that a GPU holds at once.
+Result<int64_t> workers_of(const Stream& stream) {
+  if (stream.device == Device::cpu) return int64_t{cpu::threads_of(stream.threads)};
+  VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
+  return int64_t{info->sms} * kCtasPerSm;
 }
 
 Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
   if (pages < 1 || pages > INT32_MAX) {
     return invalid_argument("pages is {}, needs a number from 1 to {}", pages, INT32_MAX);
   }
+  if (stream.device != options_.device) {
+    return invalid_argument("the stream is on {}, the model's weights are on {}", name_of(stream.device),
+                            name_of(options_.device));
+  }
   pages_ = 0;  // until all that a step needs is there
-  const int64_t workers = cpu::threads_of(stream.threads);
+  VIVACE_TRY_ASSIGN(const int64_t workers, workers_of(stream));
   graph_.schedule.workers = workers;
   describe_pool(nullptr, pages);
   graph_.buffers = lay_out(nullptr, {.workers = workers}).first;
@@ -280,14 +337,38 @@ Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
   const int64_t requests = std::min(options_.max_requests, options_.max_tokens);
   VIVACE_TRY(walk(graph_, shape_of_step(options_.max_tokens, requests, 0), measure));
   const ScratchBytes scratch{measure.linear, measure.attention, measure.moe, workers};
-  VIVACE_TRY_ASSIGN(scratch_, ZeroMemory::reserve(lay_out(nullptr, scratch).second, "activations"));
+  VIVACE_TRY_ASSIGN(scratch_, Memory::reserve(lay_out(nullptr, scratch).second, "activations", stream));
   graph_.buffers = lay_out(scratch_.data(), scratch).first;
 
-  pool_ = ZeroMemory();  // before the new one: both at once may exceed the limit of the address space
-  VIVACE_TRY_ASSIGN(pool_, ZeroMemory::reserve(pages * page_bytes(), "KV pages"));
+  pool_ = Memory();  // before the new one: both at once may exceed what there is
+  VIVACE_TRY_ASSIGN(pool_, Memory::reserve(pages * page_bytes(), "KV pages", stream));
   describe_pool(pool_.data(), pages);
+  if (!on_cpu()) VIVACE_TRY(allocate_staging(stream));
   pages_ = pages;
   return {};
+}
+
+/// The places of a step's arrays, and the RoPE table.
+Status Decoder::allocate_staging(const Stream& stream) {
+  const auto lay_out_over = [&](uint8_t* memory, Device device) {
+    return StepArrays::lay_out(memory, device, options_.max_tokens, options_.max_requests, max_pages());
+  };
+  const int64_t bytes = lay_out_over(nullptr, Device::cpu).second;
+  VIVACE_TRY_ASSIGN(step_memory_, Memory::reserve(bytes, "a step's arrays", stream));
+  on_device_ = lay_out_over(step_memory_.data(), options_.device).first;
+  for (Staging& staging : staging_) {
+    VIVACE_TRY_ASSIGN(staging.memory, device::Buffer::pinned(bytes));
+    VIVACE_TRY_ASSIGN(staging.copied, device::Event::create(stream.ordinal));
+    VIVACE_TRY(staging.copied->record(stream));
+    staging.arrays = lay_out_over(static_cast<uint8_t*>(staging.memory.data()), Device::cpu).first;
+  }
+  if (cos_sin_.bytes() > 0) return {};
+  rope_.fill(max_model_len());
+  const Tensor& table = rope_.tensor();
+  VIVACE_TRY_ASSIGN(cos_sin_, Memory::reserve(table.bytes(), "RoPE table", stream));
+  graph_.cos_sin = cos_sin_.tensor(DType::f32, {table.shape[0], table.shape[1]});
+  VIVACE_TRY(device::copy_to_device(graph_.cos_sin.data, table.data, table.bytes(), stream));
+  return device::synchronize(stream);
 }
 
 Status Decoder::check(const ForwardInput& input, const Tensor& logits) const {
@@ -328,29 +409,110 @@ Status Decoder::check(const ForwardInput& input, const Tensor& logits) const {
   return {};
 }
 
-Status Decoder::forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) {
+/// What a GPU row would skip in silence is refused here, where the numbers are known.
+Status Decoder::check_contents(const ForwardInput& input) const {
+  const auto tokens = static_cast<int64_t>(input.token_ids.size());
+  const auto bounded = [](const char* name, int64_t index, int64_t value, int64_t low, int64_t high) {
+    return value >= low && value <= high
+               ? Status()
+               : invalid_argument("forward: {}[{}] is {}, needs {} to {}", name, index, value, low, high);
+  };
+  const int64_t page_tokens = options_.page_tokens;
+  for (int64_t t = 0; t < tokens; ++t) {
+    VIVACE_TRY(bounded("token_ids", t, input.token_ids[t], 0, graph_.config.vocab - 1));
+    VIVACE_TRY(bounded("positions", t, input.positions[t], 0, max_model_len() - 1));
+    VIVACE_TRY(bounded("slots", t, input.slots[t], -1, pages_ * page_tokens - 1));
+  }
+  for (int64_t i = 0; i < std::ssize(input.kv_lengths); ++i) {
+    const int64_t rows = input.query_start[i + 1] - input.query_start[i];
+    VIVACE_TRY(bounded("query_start", i + 1, input.query_start[i + 1], input.query_start[i], tokens));
+    VIVACE_TRY(bounded("kv_lengths", i, input.kv_lengths[i], 0, input.max_pages * page_tokens));
+    if (rows == 0 || input.kv_lengths[i] == 0) continue;
+    const int64_t last = (input.kv_lengths[i] - 1) / page_tokens;
+    const int64_t unseen = graph_.config.sliding_window > 0
+                               ? std::max<int64_t>(0, input.kv_lengths[i] - rows + 1 - graph_.config.sliding_window)
+                               : 0;
+    for (int64_t page = unseen / page_tokens; page <= last; ++page) {
+      const int64_t index = i * input.max_pages + page;
+      VIVACE_TRY(bounded("page_table", index, input.page_table[index], 0, pages_ - 1));
+    }
+  }
+  return {};
+}
+
+/// Copies a step's arrays to their places on the device.
+Status Decoder::copy_to_device(const ForwardInput& input, const Stream& stream) {
+  Staging& staging = staging_[next_staging_ ^= 1];
+  VIVACE_TRY(staging.copied->synchronize());
+  const auto send = [&](const auto& values, const Tensor& host, const Tensor& there) {
+    const auto bytes = static_cast<int64_t>(values.size()) * info_of(host.dtype).block_bytes;
+    if (bytes == 0) return Status();
+    std::memcpy(host.data, values.data(), static_cast<size_t>(bytes));
+    return device::copy_to_device(there.data, host.data, bytes, stream);
+  };
+  VIVACE_TRY(send(input.token_ids, staging.arrays.token_ids, on_device_.token_ids));
+  VIVACE_TRY(send(input.positions, staging.arrays.positions, on_device_.positions));
+  VIVACE_TRY(send(input.slots, staging.arrays.slots, on_device_.slots));
+  VIVACE_TRY(send(logit_rows_, staging.arrays.logit_rows, on_device_.logit_rows));
+  VIVACE_TRY(send(input.query_start, staging.arrays.query_start, on_device_.query_start));
+  VIVACE_TRY(send(input.kv_lengths, staging.arrays.kv_lengths, on_device_.kv_lengths));
+  const int64_t width = 4 * input.max_pages;
+  const Tensor& table = staging.arrays.page_table;
+  if (width > 0) std::memcpy(table.data, input.page_table.data(), input.page_table.size() * 4);
+  VIVACE_TRY(device::copy_rows_to_device(on_device_.page_table.data, 4 * max_pages(), table.data, width, width,
+                                         std::ssize(input.kv_lengths), stream));
+  return staging.copied->record(stream);
+}
+
+Status Decoder::stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) {
   VIVACE_TRY(check(input, logits));
+  VIVACE_TRY(check_contents(input));
   const auto tokens = static_cast<int64_t>(input.token_ids.size());
   const auto requests = static_cast<int64_t>(input.kv_lengths.size());
-  if (tokens == 0) return {};
-  if (cpu::threads_of(stream.threads) > graph_.schedule.workers) {
-    return invalid_argument("forward: the stream has {} threads, scratch was made for {}",
-                            cpu::threads_of(stream.threads), graph_.schedule.workers);
+  const auto rows = static_cast<int64_t>(input.logit_rows.size());
+  step_ = {};
+  logit_rows_.assign(input.logit_rows.begin(), input.logit_rows.end());
+  StepArrays arrays;
+  if (on_cpu()) {
+    if (cpu::threads_of(stream.threads) > graph_.schedule.workers) {
+      return invalid_argument("forward: the stream has {} threads, scratch was made for {}",
+                              cpu::threads_of(stream.threads), graph_.schedule.workers);
+    }
+    arrays = {.token_ids = view_of(input.token_ids, DType::i32),
+              .positions = view_of(input.positions, DType::i32),
+              .slots = view_of(input.slots, DType::i64),
+              .logit_rows = view_of(std::span<const int32_t>(logit_rows_), DType::i32),
+              .query_start = view_of(input.query_start, DType::i32),
+              .kv_lengths = view_of(input.kv_lengths, DType::i32),
+              .page_table = Tensor(const_cast<int32_t*>(input.page_table.data()), DType::i32,
+                                   {requests, input.max_pages})};
+    if (tokens > 0) {
+      const int32_t last = *std::max_element(input.positions.begin(), input.positions.end());
+      rope_.fill(std::min<int64_t>(int64_t{last} + 1, max_model_len()));
+    }
+  } else {
+    VIVACE_TRY(copy_to_device(input, stream));
+    arrays = on_device_;
   }
-  Step step;
-  step.token_ids = view_of(input.token_ids, DType::i32);
-  step.positions = view_of(input.positions, DType::i32);
-  step.slots = view_of(input.slots, DType::i64);
-  step.decodes = group_of(input, 0, input.decode_requests);
-  step.chunks = group_of(input, input.decode_requests, requests - input.decode_requests);
-  step.logit_rows = input.logit_rows;
-  step.all_rows = static_cast<int64_t>(input.logit_rows.size()) == tokens;
-  for (int64_t i = 0; step.all_rows && i < tokens; ++i) step.all_rows = input.logit_rows[i] == i;
-  step.logits = logits;
+  step_.token_ids = arrays.token_ids.rows(0, tokens);
+  step_.positions = arrays.positions.rows(0, tokens);
+  step_.slots = arrays.slots.rows(0, tokens);
+  step_.decodes = arrays.group(0, input.decode_requests);
+  step_.chunks = arrays.group(input.decode_requests, requests - input.decode_requests);
+  for (int64_t i = input.decode_requests; i < requests; ++i) {
+    step_.max_chunk_tokens =
+        std::max<int64_t>(step_.max_chunk_tokens, input.query_start[i + 1] - input.query_start[i]);
+  }
+  step_.logit_rows = arrays.logit_rows.rows(0, rows);
+  step_.all_rows = rows == tokens;
+  for (int64_t i = 0; step_.all_rows && i < tokens; ++i) step_.all_rows = input.logit_rows[i] == i;
+  step_.logits = logits;
+  return {};
+}
 
-  const int32_t last = *std::max_element(input.positions.begin(), input.positions.end());
-  rope_.fill(std::min<int64_t>(int64_t{last} + 1, max_model_len()));
-  return walk(graph_, step, RunCalls{stream, observer_});
+Status Decoder::enqueue(const Stream& stream) {
+  if (step_.tokens() == 0) return {};
+  return walk(graph_, step_, RunCalls{stream, observer_});
 }
 
 std::vector<OpUse> Decoder::explain(int64_t batch, const Stream& stream) {
@@ -376,8 +538,12 @@ Status check_options(const ModelConfig& config, const ModelOptions& options) {
     return invalid_argument("max_model_len is {}, needs at most the model's context of {} (0 takes it)",
                             options.max_model_len, config.max_position);
   }
-  if (options.kv_dtype != DType::f32 && options.kv_dtype != DType::bf16 && options.kv_dtype != DType::f16) {
-    return invalid_argument("kv_dtype is {}, needs f32, bf16 or f16", name_of(options.kv_dtype));
+  const int64_t kv_types = options.device == Device::cpu ? dtypes_mask(DType::f32, DType::bf16, DType::f16)
+                                                         : dtypes_mask(DType::bf16, DType::f16);
+  if ((kv_types >> static_cast<int>(options.kv_dtype) & 1) == 0) {
+    return invalid_argument("kv_dtype is {}, needs {} on {}", name_of(options.kv_dtype),
+                            options.device == Device::cpu ? "f32, bf16 or f16" : "bf16 or f16",
+                            name_of(options.device));
   }
   return {};
 }
@@ -388,7 +554,8 @@ Result<RouterMode> router_mode_of(std::string_view name) {
   return invalid_argument("router_mode is '{}', needs exact or two_term", name);
 }
 
-Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, const ModelOptions& options) {
+Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelOptions options) {
+  if (options.kv_dtype == DType::none) options.kv_dtype = options.device == Device::cpu ? DType::f32 : DType::bf16;
   LayerGraph graph;
   graph.config = checkpoint.config();
   const ModelConfig& config = graph.config;
@@ -396,7 +563,12 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, const 
   VIVACE_TRY(check_options(config, options));
   VIVACE_TRY_ASSIGN(const RouterMode router_mode, router_mode_of(options.router_mode));
   VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
+  if (options.device == Device::cuda) {
+    VIVACE_TRY_ASSIGN(const auto stream, device::OwnedStream::create(options.ordinal));
+    VIVACE_TRY(place_weights(graph.weights, stream->stream()));
+  }
   graph.exact = options.exact;
+  graph.deterministic = options.deterministic;
   graph.schedule = {.heads_kv = config.heads_kv,
                     .tile_tokens = kTileTokens,
                     .window = config.sliding_window,

@@ -17,7 +17,9 @@ namespace vivace::model {
 
 /// Choices of a loaded model that do not come from its files.
 struct ModelOptions {
-  DType kv_dtype = DType::f32;
+  Device device = Device::cpu;  ///< where the weights go and steps run
+  int ordinal = 0;              ///< which CUDA device
+  DType kv_dtype = DType::none;  ///< none: f32 on the CPU, bf16 on a GPU
   bool exact = false;          ///< no activation quantisation inside linear
   bool deterministic = false;  ///< batch-invariant attention schedule
   std::string router_mode = "exact";
@@ -65,10 +67,16 @@ class Model {
   /// Makes a pool of `pages` KV pages and the scratch that steps on `stream` need; replaces what there was. Memory is
   /// resident only where a step wrote it.
   virtual Status allocate_pages(int64_t pages, const Stream& stream) = 0;
-  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`. Allocates nothing.
-  /// Fails  invalid_argument: sizes disagree with each other, with the options or with the pool; ids, positions, slots
-  /// and pages out of range are refused by the operators that use them.
+  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`. Allocates nothing. It is
+  /// stage() and enqueue().
+  /// Fails  invalid_argument: sizes disagree with each other, with the options or with the pool, or a token id, position,
+  /// slot, length or page is out of range; the message names the entry and its value.
   virtual Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
+  /// Checks a step and brings it to where enqueue() reads it. On a GPU the arrays are copied by `stream`, each kind to
+  /// one place, whatever the step: a captured enqueue() may be replayed after another stage() of the same shape.
+  virtual Status stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
+  /// Runs the operators of the staged step.
+  virtual Status enqueue(const Stream& stream) = 0;
   /// The operator calls of one decode step with `batch` requests, layer by layer, and which row each would
   /// take.
   virtual std::vector<OpUse> explain(int64_t batch, const Stream& stream) = 0;

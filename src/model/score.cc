@@ -8,7 +8,7 @@
 #include "src/core/error.h"
 #include "src/core/guard.h"
 #include "src/cpu/thread_pool.h"
-#include "src/model/zero_memory.h"
+#include "src/model/memory.h"
 
 namespace vivace::model {
 
@@ -40,7 +40,10 @@ class Scorer {
 
   Status prepare() {
     VIVACE_TRY(model_.allocate_pages(static_cast<int64_t>(page_table_.size()), stream_));
-    VIVACE_TRY_ASSIGN(memory_, ZeroMemory::reserve(slice_ * vocab_ * 4, "logits"));
+    VIVACE_TRY_ASSIGN(memory_, Memory::reserve(slice_ * vocab_ * 4, "logits", stream_));
+    if (stream_.device == Device::cuda) {
+      VIVACE_TRY_ASSIGN(host_logits_, device::Buffer::pinned(memory_.bytes()));
+    }
     return {};
   }
 
@@ -70,8 +73,13 @@ class Scorer {
                              .page_table = page_table_,
                              .max_pages = static_cast<int64_t>(page_table_.size()),
                              .logit_rows = std::span(slots_).first(rows)};
-    const Tensor logits(memory_.data(), DType::f32, {rows, vocab_});
+    Tensor logits = memory_.tensor(DType::f32, {rows, vocab_});
     VIVACE_TRY(model_.forward(input, logits, stream_));
+    if (stream_.device == Device::cuda) {
+      VIVACE_TRY(device::copy_to_host(host_logits_.data(), logits.data, logits.bytes(), stream_));
+      VIVACE_TRY(device::synchronize(stream_));
+      logits = Tensor(host_logits_.data(), DType::f32, {rows, vocab_});
+    }
     values_.resize(static_cast<size_t>(rows));
     cpu::parallel_for(stream_.threads, rows, [&](int64_t row, int) {
       values_[row] = log_probability(logits.at(row).as<float>(), vocab_, ids[begin + row + 1]);
@@ -85,7 +93,8 @@ class Scorer {
   std::vector<int32_t> page_table_, positions_;
   std::vector<int64_t> slots_;
   std::vector<double> values_;
-  ZeroMemory memory_;
+  Memory memory_;
+  device::Buffer host_logits_;  // where a GPU's logits are read
 };
 
 Result<ScoreResult> score_windows(Model& model, std::span<const int32_t> ids, const ScoreOptions& options,

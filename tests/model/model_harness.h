@@ -16,11 +16,21 @@
 
 #include "src/cpu/thread_pool.h"
 #include "src/model/checkpoint.h"
+#include "src/model/memory.h"
 #include "src/model/model.h"
 
 // Runs a model step by step the way an engine does, and compares it with a file of references.
 
 namespace vivace::testing {
+
+/// Where models under test run: the CPU, or in vivace-gpu-tests its stream.
+struct ModelDevice {
+  Stream stream;
+  static ModelDevice& current() {
+    static ModelDevice device;
+    return device;
+  }
+};
 
 /// A request in the making: a run of pages in the pool, and how many tokens have keys and values.
 struct Conversation {
@@ -69,8 +79,17 @@ class StepBuilder {
   std::vector<std::vector<float>> run(const Stream& stream) {
     const int64_t vocab = model_.config().vocab;
     std::vector<float> flat(rows_.size() * vocab, NAN);
-    const Tensor logits(flat.data(), DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
-    const Status status = model_.forward(input(), logits, stream);
+    Tensor logits(flat.data(), DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
+    model::Memory on_device;
+    if (stream.device == Device::cuda) {
+      on_device = *model::Memory::reserve(logits.bytes(), "logits", stream);
+      logits = on_device.tensor(DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
+    }
+    Status status = model_.forward(input(), logits, stream);
+    if (status.ok() && stream.device == Device::cuda) {
+      status = device::copy_to_host(flat.data(), logits.data, logits.bytes(), stream);
+      if (status.ok()) status = device::synchronize(stream);
+    }
     EXPECT_TRUE(status.ok()) << status.message();
     std::vector<std::vector<float>> result;
     for (size_t i = 0; i < rows_.size(); ++i)
@@ -88,9 +107,11 @@ class StepBuilder {
 /// A checkpoint, a model over it with a pool of `requests` conversations of `tokens` tokens, and threads.
 class LoadedModel {
  public:
-  LoadedModel(std::shared_ptr<const model::Checkpoint> checkpoint, const model::ModelOptions& options,
+  LoadedModel(std::shared_ptr<const model::Checkpoint> checkpoint, model::ModelOptions options,
               int64_t tokens, int64_t requests = 1, int threads = 2)
       : checkpoint_(std::move(checkpoint)), threads_(threads) {
+    options.device = ModelDevice::current().stream.device;
+    options.ordinal = ModelDevice::current().stream.ordinal;
     auto loaded = model::Model::load(*checkpoint_, options);
     if (!loaded.ok()) {
       ADD_FAILURE() << loaded.status().message();
@@ -103,7 +124,11 @@ class LoadedModel {
   }
   bool ok() const { return model_ != nullptr; }
   model::Model& model() { return *model_; }
-  Stream stream() { return {.threads = &threads_}; }
+  Stream stream() {
+    Stream stream = ModelDevice::current().stream;
+    if (stream.device == Device::cpu) stream.threads = &threads_;
+    return stream;
+  }
   Conversation conversation(int64_t index = 0) const { return {.first_page = index * pages_per_request_}; }
   StepBuilder step() { return StepBuilder(*model_, pages_per_request_); }
 

@@ -1,0 +1,207 @@
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "src/bench/ops/memory.h"
+#include "src/bench/ops/suites.h"
+#include "src/core/error.h"
+#include "src/core/number.h"
+#include "src/ops/fused_moe/table.h"
+#include "vivace/fused_moe.h"
+
+namespace vivace::bench {
+
+namespace {
+
+constexpr int64_t kRoutings = 4, kBlock = 128;
+
+int64_t blocks_of(int64_t n) {
+  return (n + kBlock - 1) / kBlock;
+}
+
+/// One set of weights, four routings of the tokens over it.
+class PreparedFusedMoe final : public PreparedOp {
+ public:
+  explicit PreparedFusedMoe(const OpWorkload& w)
+      : tokens_(w.number("tokens")),
+        experts_(w.number("experts")),
+        top_k_(w.number("top_k")),
+        hidden_(w.number("hidden")),
+        intermediate_(w.number("intermediate")),
+        quant_(w.text("quant")) {}
+
+  Status prepare(const Stream& stream) {
+    const bool fp8 = quant_ != "bf16", blockwise = quant_ == "blockwise";
+    const DType type = fp8 ? DType::fp8_e4m3 : DType::bf16;
+    // fp8 weights are stored with deviation 1 and scaled, so that the values between the products are of order 1.
+    const double in = 1 / std::sqrt(static_cast<double>(hidden_)), out = 1 / std::sqrt(static_cast<double>(intermediate_));
+    FusedMoeArgs base;
+    VIVACE_TRY_ASSIGN(base.gate_up, memory_.random(type, {experts_, 2 * intermediate_, hidden_}, fp8 ? 1 : in, 1, stream));
+    VIVACE_TRY_ASSIGN(base.down, memory_.random(type, {experts_, hidden_, intermediate_}, fp8 ? 1 : out, 2, stream));
+    const auto constant = [&](std::initializer_list<int64_t> shape, double value) {
+      return memory_.copy_of(std::vector<float>(static_cast<size_t>(Tensor(nullptr, DType::f32, shape).elements()),
+                                                static_cast<float>(value)),
+                             DType::f32, shape, stream);
+    };
+    const int64_t rows_h = blocks_of(hidden_), rows_i = blocks_of(intermediate_);
+    if (blockwise) {
+      VIVACE_TRY_ASSIGN(base.gate_up_scale, constant({experts_, 2, rows_i, rows_h}, in));
+      VIVACE_TRY_ASSIGN(base.down_scale, constant({experts_, rows_h, rows_i}, out));
+    } else if (fp8) {
+      VIVACE_TRY_ASSIGN(base.gate_up_scale, constant({experts_, 2}, in));
+      VIVACE_TRY_ASSIGN(base.down_scale, constant({experts_}, out));
+      VIVACE_TRY_ASSIGN(base.act_scale, constant({1}, 1.0 / 16));
+    }
+    double touched = 0;
+    for (int64_t i = 0; i < kRoutings; ++i) {
+      FusedMoeArgs& args = sets_.emplace_back(base);
+      std::mt19937 rng(static_cast<uint32_t>(i + 1));
+      std::vector<int32_t> ids;
+      std::vector<float> weights;
+      std::set<int32_t> visited;
+      for (int64_t t = 0; t < tokens_; ++t) {
+        std::set<int32_t> chosen;
+        while (std::ssize(chosen) < top_k_) {
+          const auto id = static_cast<int32_t>(rng() % static_cast<uint32_t>(experts_));
+          if (!chosen.insert(id).second) continue;
+          ids.push_back(id);
+          weights.push_back(static_cast<float>(0.05 + 0.25 * (rng() % 1000) / 1000.0));
+        }
+        visited.insert(chosen.begin(), chosen.end());
+      }
+      touched += static_cast<double>(visited.size()) / kRoutings;
+      VIVACE_TRY_ASSIGN(args.x, memory_.random(type, {tokens_, hidden_}, 1, 10 + i, stream));
+      VIVACE_TRY_ASSIGN(args.y, memory_.make(DType::bf16, {tokens_, hidden_}, stream));
+      VIVACE_TRY_ASSIGN(args.expert_ids, memory_.copy_of(ids, DType::i32, {tokens_, top_k_}, stream));
+      VIVACE_TRY_ASSIGN(args.expert_weights, memory_.copy_of(weights, DType::f32, {tokens_, top_k_}, stream));
+      if (blockwise) {
+        VIVACE_TRY_ASSIGN(args.x_scale, constant({tokens_, rows_h}, 1));
+      } else if (fp8) {
+        VIVACE_TRY_ASSIGN(args.x_scale, constant({1}, 1));
+      }
+    }
+    VIVACE_TRY_ASSIGN(const int64_t scratch, fused_moe_workspace_bytes(sets_[0], stream));
+    VIVACE_TRY_ASSIGN(const Tensor workspace, memory_.make(DType::u8, {scratch}, stream));
+    for (FusedMoeArgs& args : sets_) args.workspace = workspace;
+    const double element = fp8 ? 1 : 2, expert = 3.0 * static_cast<double>(hidden_ * intermediate_);
+    floor_ = {.bytes = touched * expert * element + static_cast<double>(tokens_ * hidden_) * (element + 2),
+              .flops = 2 * expert * static_cast<double>(tokens_ * top_k_),
+              .flop_rate = fp8 ? kFp8Rate : kBf16Rate};
+    choice_ = fused_moe_explain(sets_[0], stream);
+    return {};
+  }
+  int64_t sets() const override { return kRoutings; }
+  Status call(int64_t set, const Stream& stream) override { return fused_moe(sets_[set], stream); }
+  std::string row() const override { return choice_.row; }
+  Floor floor() const override { return floor_; }
+
+  /// Of the first and the last token: their experts' weights are copied to the host.
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override {
+    double worst = 0;
+    for (const int64_t token : std::set<int64_t>{0, tokens_ - 1}) {
+      VIVACE_TRY_ASSIGN(const double error, error_of(sets_[0], token, stream));
+      worst = error <= worst ? worst : error;
+    }
+    return std::optional<double>(worst);
+  }
+
+ private:
+  Result<double> error_of(const FusedMoeArgs& set, int64_t token, const Stream& stream) const {
+    std::vector<HostTensor> kept;
+    kept.reserve(static_cast<size_t>(8 * top_k_ + 16));
+    const auto keep = [&](const Tensor& tensor) -> Result<Tensor> {
+      if (!tensor.present()) return Tensor();
+      VIVACE_TRY_ASSIGN(HostTensor host, download(tensor, stream));
+      kept.push_back(std::move(host));
+      return kept.back().tensor;
+    };
+    FusedMoeArgs args;
+    VIVACE_TRY_ASSIGN(args.x, keep(set.x.rows(token, 1)));
+    VIVACE_TRY_ASSIGN(args.x_scale, keep(set.x_scale.rank == 2 ? set.x_scale.rows(token, 1) : set.x_scale));
+    VIVACE_TRY_ASSIGN(const Tensor got, keep(set.y.rows(token, 1)));
+    VIVACE_TRY_ASSIGN(args.expert_ids, keep(set.expert_ids.rows(token, 1)));
+    VIVACE_TRY_ASSIGN(args.expert_weights, keep(set.expert_weights.rows(token, 1)));
+    VIVACE_TRY_ASSIGN(const Tensor act_scale, keep(set.act_scale));
+    std::vector<ExpertWeights> experts;
+    for (int64_t j = 0; j < top_k_; ++j) {
+      int32_t& id = args.expert_ids.as<int32_t>()[j];
+      VIVACE_TRY_ASSIGN(const Tensor gate_up, keep(set.gate_up.at(id)));
+      VIVACE_TRY_ASSIGN(const Tensor down, keep(set.down.at(id)));
+      ExpertWeights& expert = experts.emplace_back();
+      expert.gate = gate_up.rows(0, intermediate_);
+      expert.up = gate_up.rows(intermediate_, intermediate_);
+      expert.down = down;
+      if (set.gate_up_scale.present()) {
+        VIVACE_TRY_ASSIGN(const Tensor scales, keep(set.gate_up_scale.at(id)));
+        VIVACE_TRY_ASSIGN(const Tensor down_scale, keep(set.down_scale.rows(id, 1)));
+        const bool blockwise = scales.rank == 3;
+        expert.gate_scale = blockwise ? scales.at(0) : scales.rows(0, 1);
+        expert.up_scale = blockwise ? scales.at(1) : scales.rows(1, 1);
+        expert.down_scale = blockwise ? down_scale.at(0) : down_scale;
+        expert.act_scale = act_scale;
+      }
+      id = static_cast<int32_t>(j);
+    }
+    args.experts = experts;
+    std::vector<float> want(static_cast<size_t>(hidden_));
+    args.y = Tensor(want.data(), DType::f32, {1, hidden_});
+    VIVACE_TRY(fused_moe_reference(args, Stream{}));
+    double worst = 0;
+    for (int64_t i = 0; i < hidden_; ++i) {
+      const double difference = std::abs(load(got.dtype, got.data, i) - double{want[i]});
+      worst = difference <= worst ? worst : difference;
+    }
+    return worst;
+  }
+
+  int64_t tokens_, experts_, top_k_, hidden_, intermediate_;
+  std::string quant_;
+  DeviceTensors memory_;
+  std::vector<FusedMoeArgs> sets_;
+  Floor floor_;
+  Choice choice_;
+};
+
+std::vector<OpWorkload> workloads() {
+  struct Model {
+    const char* name;
+    int64_t tp, ep, experts, hidden, intermediate;
+  };
+  std::vector<OpWorkload> all;
+  for (const char* quant : {"per_tensor", "blockwise", "bf16"}) {
+    for (const Model& m :
+         {Model{"qwen3-235b", 8, 1, 128, 4096, 192}, {"hy3", 8, 1, 192, 4096, 192}, {"deepseek-v3", 8, 1, 256, 7168, 256},
+          {"qwen3-235b", 1, 8, 16, 4096, 1536}, {"hy3", 1, 8, 24, 4096, 1536}, {"deepseek-v3", 1, 8, 32, 7168, 2048}}) {
+      for (const int64_t tokens : {1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096}) {
+        OpWorkload w{.suite = "fused_moe", .name = m.name, .fields = {}};
+        w.with("tp", m.tp).with("ep", m.ep).with("tokens", tokens).with("experts", m.experts);
+        w.with("top_k", int64_t{8}).with("hidden", m.hidden).with("intermediate", m.intermediate);
+        all.push_back(w.with("quant", std::string(quant)));
+      }
+    }
+  }
+  return all;
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  VIVACE_TRY(check_field(w, "tokens", 1, 1 << 20));
+  VIVACE_TRY(check_field(w, "experts", 1, 4096));
+  VIVACE_TRY(check_field(w, "top_k", 1, std::min<int64_t>(128, w.number("experts"))));
+  VIVACE_TRY(check_field(w, "hidden", 16, 1 << 16));
+  VIVACE_TRY(check_field(w, "intermediate", 16, 1 << 16));
+  const std::string quant = w.text("quant");
+  if (quant != "per_tensor" && quant != "blockwise" && quant != "bf16") {
+    return invalid_argument("fused_moe {}: quant is '{}', needs per_tensor, blockwise or bf16", w.name, quant);
+  }
+  auto prepared = std::make_unique<PreparedFusedMoe>(w);
+  VIVACE_TRY(prepared->prepare(stream));
+  return std::unique_ptr<PreparedOp>(std::move(prepared));
+}
+
+}  // namespace
+
+const OpSuite kFusedMoeSuite = {"fused_moe", "the routed experts of a layer, uniform routing", workloads, prepare};
+
+}  // namespace vivace::bench

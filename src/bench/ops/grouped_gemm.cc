@@ -1,0 +1,122 @@
+#include <cmath>
+#include <vector>
+
+#include "src/bench/ops/memory.h"
+#include "src/bench/ops/suites.h"
+#include "src/core/error.h"
+#include "src/core/number.h"
+#include "vivace/grouped_gemm.h"
+
+namespace vivace::bench {
+
+namespace {
+
+constexpr int64_t kBlock = 128;
+
+class PreparedGroupedGemm final : public PreparedOp {
+ public:
+  explicit PreparedGroupedGemm(const OpWorkload& w)
+      : groups_(w.number("groups")), rows_(w.number("rows")), n_(w.number("n")), k_(w.number("k")), quant_(w.text("quant")) {}
+
+  Status prepare(const Stream& stream) {
+    const int64_t count = rows_ >= 1024 ? 2 : 3, all = groups_ * rows_;
+    const bool fp8 = quant_ != "bf16", blockwise = quant_ == "blockwise";
+    const DType type = fp8 ? DType::fp8_e4m3 : DType::bf16;
+    std::vector<int32_t> starts, rows(static_cast<size_t>(groups_), static_cast<int32_t>(rows_));
+    for (int64_t g = 0; g < groups_; ++g) starts.push_back(static_cast<int32_t>(g * rows_));
+    const int64_t blocks_n = (n_ + kBlock - 1) / kBlock, blocks_k = (k_ + kBlock - 1) / kBlock;
+    const auto constant = [&](std::initializer_list<int64_t> shape, double value) {
+      return memory_.copy_of(std::vector<float>(static_cast<size_t>(Tensor(nullptr, DType::f32, shape).elements()),
+                                                static_cast<float>(value)),
+                             DType::f32, shape, stream);
+    };
+    scale_ = 1 / std::sqrt(static_cast<double>(k_));
+    for (int64_t i = 0; i < count; ++i) {
+      GroupedGemmArgs& args = sets_.emplace_back();
+      VIVACE_TRY_ASSIGN(args.x, memory_.random(type, {all, k_}, 1, 10 * i + 1, stream));
+      VIVACE_TRY_ASSIGN(args.weight, memory_.random(type, {groups_, n_, k_}, fp8 ? 1 : scale_, 10 * i + 2, stream));
+      VIVACE_TRY_ASSIGN(args.y, memory_.make(DType::bf16, {all, n_}, stream));
+      VIVACE_TRY_ASSIGN(args.group_start, memory_.copy_of(starts, DType::i32, {groups_}, stream));
+      VIVACE_TRY_ASSIGN(args.group_rows, memory_.copy_of(rows, DType::i32, {groups_}, stream));
+      if (blockwise) {
+        VIVACE_TRY_ASSIGN(args.x_scale, constant({all, blocks_k}, 1));
+        VIVACE_TRY_ASSIGN(args.weight_scale, constant({groups_, blocks_n, blocks_k}, scale_));
+      } else if (fp8) {
+        VIVACE_TRY_ASSIGN(args.x_scale, constant({1}, 1));
+        VIVACE_TRY_ASSIGN(args.weight_scale, constant({groups_}, scale_));
+      }
+    }
+    if (!fp8) scale_ = 1;  // it is in the weights
+    choice_ = grouped_gemm_explain(sets_[0], stream);
+    return {};
+  }
+  int64_t sets() const override { return std::ssize(sets_); }
+  Status call(int64_t set, const Stream& stream) override { return grouped_gemm(sets_[set], stream); }
+  std::string row() const override { return choice_.row; }
+  Floor floor() const override {
+    const double element = quant_ == "bf16" ? 2 : 1;
+    return {.bytes = static_cast<double>(groups_ * (n_ + rows_) * k_) * element + static_cast<double>(groups_ * rows_ * n_) * 2,
+            .flops = 2.0 * static_cast<double>(groups_ * rows_ * n_ * k_),
+            .flop_rate = quant_ == "bf16" ? kBf16Rate : kFp8Rate};
+  }
+  /// Of the last row of each group.
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override {
+    const GroupedGemmArgs& args = sets_[0];
+    double worst = 0;
+    for (int64_t g = 0; g < groups_; ++g) {
+      const int64_t row = (g + 1) * rows_ - 1;
+      VIVACE_TRY_ASSIGN(const HostTensor x, download(args.x.rows(row, 1), stream));
+      VIVACE_TRY_ASSIGN(const HostTensor w, download(args.weight.at(g), stream));
+      VIVACE_TRY_ASSIGN(const HostTensor y, download(args.y.rows(row, 1), stream));
+      std::vector<float> values(static_cast<size_t>(k_));
+      for (int64_t i = 0; i < k_; ++i) values[i] = load(x.tensor.dtype, x.tensor.data, i);
+      for (int64_t n = 0; n < n_; n += 17) {
+        double want = 0;
+        for (int64_t i = 0; i < k_; ++i) want += double{values[i]} * load(w.tensor.dtype, w.tensor.data, n * k_ + i);
+        const double difference = std::abs(want * scale_ - load(DType::bf16, y.tensor.data, n));
+        worst = difference <= worst ? worst : difference;
+      }
+    }
+    return std::optional<double>(worst);
+  }
+
+ private:
+  int64_t groups_, rows_, n_, k_;
+  std::string quant_;
+  double scale_ = 1;
+  DeviceTensors memory_;
+  std::vector<GroupedGemmArgs> sets_;
+  Choice choice_;
+};
+
+std::vector<OpWorkload> workloads() {
+  std::vector<OpWorkload> all;
+  for (const char* quant : {"per_tensor", "blockwise", "bf16"}) {
+    for (const int64_t rows : {1, 16, 64, 256, 1024, 4096}) {
+      OpWorkload w{.suite = "grouped_gemm", .name = "8x" + std::to_string(rows), .fields = {}};
+      w.with("groups", int64_t{8}).with("rows", rows).with("n", int64_t{4096}).with("k", int64_t{4096});
+      all.push_back(w.with("quant", std::string(quant)));
+    }
+  }
+  return all;
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  VIVACE_TRY(check_field(w, "groups", 1, 4096));
+  VIVACE_TRY(check_field(w, "rows", 1, 1 << 20));
+  VIVACE_TRY(check_field(w, "n", 1, 1 << 17));
+  VIVACE_TRY(check_field(w, "k", 16, 1 << 17));
+  const std::string quant = w.text("quant");
+  if (quant != "per_tensor" && quant != "blockwise" && quant != "bf16") {
+    return invalid_argument("grouped_gemm {}: quant is '{}', needs per_tensor, blockwise or bf16", w.name, quant);
+  }
+  auto prepared = std::make_unique<PreparedGroupedGemm>(w);
+  VIVACE_TRY(prepared->prepare(stream));
+  return std::unique_ptr<PreparedOp>(std::move(prepared));
+}
+
+}  // namespace
+
+const OpSuite kGroupedGemmSuite = {"grouped_gemm", "matrices of experts after tokens were sorted by expert", workloads, prepare};
+
+}  // namespace vivace::bench

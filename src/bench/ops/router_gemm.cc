@@ -1,0 +1,125 @@
+#include <cmath>
+#include <vector>
+
+#include "src/bench/ops/memory.h"
+#include "src/bench/ops/suites.h"
+#include "src/core/error.h"
+#include "src/core/number.h"
+#include "vivace/router_gemm.h"
+
+namespace vivace::bench {
+
+namespace {
+
+constexpr int64_t kSets = 24;
+
+class PreparedRouterGemm final : public PreparedOp {
+ public:
+  explicit PreparedRouterGemm(const OpWorkload& w)
+      : m_(w.number("m")), n_(w.number("n")), k_(w.number("k")), mode_(w.text("mode")) {}
+
+  Status prepare(const Stream& stream) {
+    for (int64_t i = 0; i < kSets; ++i) {
+      RouterGemmArgs& args = sets_.emplace_back();
+      VIVACE_TRY_ASSIGN(args.x, memory_.random(DType::bf16, {m_, k_}, 1, 100 + i, stream));
+      VIVACE_TRY_ASSIGN(args.scores, memory_.make(DType::f32, {m_, n_}, stream));
+      VIVACE_TRY_ASSIGN(args.weight, weight(static_cast<uint64_t>(i), stream));
+    }
+    choice_ = router_gemm_explain(sets_[0], stream);
+    return {};
+  }
+  int64_t sets() const override { return kSets; }
+  Status call(int64_t set, const Stream& stream) override { return router_gemm(sets_[set], stream); }
+  std::string row() const override { return choice_.row; }
+  Floor floor() const override {
+    const double bytes = static_cast<double>(m_ * k_ * 2 + n_ * k_ * (mode_ == "bf16" ? 2 : 4) + m_ * n_ * 4);
+    return {.bytes = bytes, .flops = 2.0 * static_cast<double>(m_ * n_ * k_) * (mode_ == "bf16" ? 1 : 2)};
+  }
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override {
+    const RouterGemmArgs& args = sets_[0];
+    VIVACE_TRY_ASSIGN(const HostTensor x, download(args.x, stream));
+    VIVACE_TRY_ASSIGN(const HostTensor scores, download(args.scores, stream));
+    double worst = 0;
+    const int64_t step = std::max<int64_t>(1, m_ / 32);
+    for (int64_t row = 0; row < m_; row += step) {
+      for (int64_t e = 0; e < n_; ++e) {
+        double want = 0;
+        for (int64_t i = 0; i < k_; ++i) want += double{load(DType::bf16, x.tensor.data, row * k_ + i)} * source_[e * k_ + i];
+        const double difference = std::abs(want - scores.tensor.as<float>()[row * n_ + e]);
+        worst = difference <= worst ? worst : difference;
+      }
+    }
+    return std::optional<double>(worst);
+  }
+
+ private:
+  /// A prepared fp32 weight from N(0, 1), or for mode bf16 one whose low terms are zero.
+  Result<RouterWeight> weight(uint64_t seed, const Stream& stream) {
+    const DType type = mode_ == "bf16" ? DType::bf16 : DType::f32;
+    DeviceTensors scratch;
+    VIVACE_TRY_ASSIGN(const Tensor random, scratch.random(type, {n_, k_}, 1, 1000 + seed, stream));
+    VIVACE_TRY_ASSIGN(const HostTensor host, download(random, stream));
+    if (seed == 0) {
+      source_.resize(static_cast<size_t>(n_ * k_));
+      for (int64_t i = 0; i < n_ * k_; ++i) source_[i] = load(type, host.tensor.data, i);
+    }
+    RouterWeightSource source{.weight = host.tensor,
+                              .mode = mode_ == "two_term" ? RouterMode::two_term : RouterMode::exact};
+    std::vector<uint8_t> storage(static_cast<size_t>(router_weight_bytes(source)));
+    if (!storage.empty()) source.storage = Tensor(storage.data(), DType::u8, {std::ssize(storage)});
+    VIVACE_TRY_ASSIGN(RouterWeight prepared, prepare_router_weight(source));
+    for (int i = 0; i < prepared.term_count; ++i) {
+      const Tensor& term = prepared.terms[i];
+      VIVACE_TRY_ASSIGN(const Tensor copy, memory_.make(DType::bf16, {n_, k_}, stream));
+      VIVACE_TRY(device::copy_to_device(copy.data, term.data, term.bytes(), stream));
+      VIVACE_TRY(device::synchronize(stream));
+      prepared.terms[i] = copy;
+    }
+    return prepared;
+  }
+
+  int64_t m_, n_, k_;
+  std::string mode_;
+  DeviceTensors memory_;
+  std::vector<RouterGemmArgs> sets_;
+  std::vector<float> source_;  // set 0's weight as it was given
+  Choice choice_;
+};
+
+std::vector<OpWorkload> workloads() {
+  struct Model {
+    const char* name;
+    int64_t n, k;
+  };
+  std::vector<OpWorkload> all;
+  for (const Model& model : {Model{"hy3", 192, 4096}, {"longcat-chat", 768, 6144}, {"longcat-lite", 384, 3072},
+                             {"dsv3", 256, 7168}, {"qwen3-235b", 128, 4096}}) {
+    for (const char* mode : {"two_term", "exact", "bf16"}) {
+      for (const int64_t m : {1, 4, 16, 48, 96, 208, 512, 1024, 2048, 4096, 8192}) {
+        OpWorkload w{.suite = "router_gemm", .name = model.name, .fields = {}};
+        all.push_back(w.with("m", m).with("n", model.n).with("k", model.k).with("mode", std::string(mode)));
+      }
+    }
+  }
+  return all;
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  VIVACE_TRY(check_field(w, "m", 1, 1 << 20));
+  VIVACE_TRY(check_field(w, "n", 1, 65536));
+  VIVACE_TRY(check_field(w, "k", 1, 1 << 17));
+  const std::string mode = w.text("mode");
+  if (mode != "two_term" && mode != "exact" && mode != "bf16") {
+    return invalid_argument("router_gemm {}: mode is '{}', needs two_term, exact or bf16", w.name, mode);
+  }
+  auto prepared = std::make_unique<PreparedRouterGemm>(w);
+  VIVACE_TRY(prepared->prepare(stream));
+  return std::unique_ptr<PreparedOp>(std::move(prepared));
+}
+
+}  // namespace
+
+const OpSuite kRouterGemmSuite = {"router_gemm", "bf16 activations times an fp32 or bf16 router weight, to fp32", workloads,
+                                  prepare};
+
+}  // namespace vivace::bench

@@ -1,0 +1,212 @@
+#include "src/bench/ops/run.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "src/core/error.h"
+#include "src/core/guard.h"
+#include "src/device/runtime.h"
+
+namespace vivace::bench {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// A listed case with the filter's fields in place of its own; absent when no case has that name.
+std::optional<OpWorkload> changed_case(const std::vector<OpWorkload>& listed, const OpFilter& filter) {
+  for (OpWorkload workload : listed) {
+    const bool attention = workload.suite.starts_with("attention");
+    if (!filter.name.empty() && workload.name != filter.name) {
+      if (!attention || !parse_lengths(filter.name).ok()) continue;
+      workload.name = filter.name;  // an attention case is its name
+    }
+    for (const OpWorkload::Field& field : filter.fields) {
+      const bool known = std::any_of(workload.fields.begin(), workload.fields.end(), [&](const OpWorkload::Field& own) {
+        return own.name == field.name && own.value.index() == field.value.index();
+      });
+      if (!known) return std::nullopt;
+      if (const auto* number = std::get_if<int64_t>(&field.value)) {
+        workload.with(field.name, *number);
+      } else {
+        workload.with(field.name, std::get<std::string>(field.value));
+      }
+    }
+    return workload;
+  }
+  return std::nullopt;
+}
+
+Status time_one(OpResult& result, const OpSuite& suite, int64_t replays, const Stream& stream) {
+  VIVACE_TRY_ASSIGN(const auto prepared, suite.prepare(result.workload, stream));
+  result.row = prepared->row();
+  VIVACE_TRY(prepared->call(0, stream));
+  VIVACE_TRY(device::synchronize(stream));
+  VIVACE_TRY_ASSIGN(result.max_abs_error, prepared->max_abs_error(stream));
+  if (result.max_abs_error && std::isnan(*result.max_abs_error)) {
+    return error(Code::internal, "the output differs from the reference by NaN");
+  }
+  VIVACE_TRY_ASSIGN(result.timing, time_graph(*prepared, replays, stream));
+  const Floor floor = prepared->floor();
+  result.floor_us = floor.us();
+  result.read_tb_s = floor.bytes / result.timing.median_us * 1e-6;
+  result.tflop_s = floor.flops / result.timing.median_us * 1e-6;
+  return {};
+}
+
+std::string fields_text(const OpWorkload& workload) {
+  std::string text;
+  for (const OpWorkload::Field& field : workload.fields) {
+    const auto* number = std::get_if<int64_t>(&field.value);
+    text += fmt::format("{}{}={}", text.empty() ? "" : " ", field.name,
+                        number != nullptr ? std::to_string(*number) : std::get<std::string>(field.value));
+  }
+  return text;
+}
+
+}  // namespace
+
+Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options) {
+  std::vector<OpWorkload> listed, chosen;
+  std::string names;
+  for (const OpSuite& suite : op_suites()) {
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", suite.name);
+    if (!options.suites.empty() &&
+        std::find(options.suites.begin(), options.suites.end(), suite.name) == options.suites.end()) {
+      continue;
+    }
+    const std::vector<OpWorkload> own = suite.workloads();
+    listed.insert(listed.end(), own.begin(), own.end());
+  }
+  for (const std::string& name : options.suites) {
+    const auto is_it = [&](const OpSuite& suite) { return suite.name == name; };
+    if (std::none_of(op_suites().begin(), op_suites().end(), is_it)) {
+      return not_found("suite '{}' does not exist; there are {}", name, names);
+    }
+  }
+  if (options.filters.empty()) return listed;
+  for (const OpFilter& filter : options.filters) {
+    const size_t before = chosen.size();
+    std::copy_if(listed.begin(), listed.end(), std::back_inserter(chosen),
+                 [&](const OpWorkload& workload) { return filter.accepts(workload); });
+    if (chosen.size() > before) continue;
+    if (std::optional<OpWorkload> own = changed_case(listed, filter)) {
+      chosen.push_back(std::move(*own));
+      continue;
+    }
+    return invalid_argument("case '{}' fits no case of the suites, and changes none: names and fields are those of the JSON rows",
+                            filter.name);
+  }
+  return chosen;
+}
+
+std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, const OpRunOptions& options,
+                                    const Stream& stream) {
+  std::vector<OpResult> results;
+  for (const OpWorkload& workload : workloads) {
+    if (options.progress) options.progress(results.size(), workloads.size(), workload);
+    OpResult& result = results.emplace_back();
+    result.workload = workload;
+    for (const OpSuite& suite : op_suites()) {
+      if (suite.name != workload.suite) continue;
+      result.failure = guarded("bench ops", [&] { return time_one(result, suite, options.replays, stream); });
+    }
+    if (result.failure.code() == Code::device_error) break;  // nothing that follows would mean anything
+  }
+  return results;
+}
+
+Status add_targets(std::string_view json_text, std::vector<OpResult>& results) {
+  const Json all = Json::parse(json_text, nullptr, false);
+  if (!all.is_object()) return invalid_argument("the targets are not a JSON object of lists by suite");
+  for (OpResult& result : results) {
+    const auto list = all.find(result.workload.suite);
+    if (list == all.end() || !list->is_array()) continue;
+    const bool exact = result.workload.text("mode") == "exact";
+    for (const Json& entry : *list) {
+      if (!entry.is_object() || entry.value("case", "") != result.workload.name) continue;
+      const bool agrees = std::all_of(
+          result.workload.fields.begin(), result.workload.fields.end(), [&](const OpWorkload::Field& field) {
+            const auto own = entry.find(field.name);
+            if (own == entry.end()) return true;
+            if (const auto* number = std::get_if<int64_t>(&field.value)) return own->is_number() && *own == *number;
+            return own->is_string() && *own == std::get<std::string>(field.value);
+          });
+      const auto target = entry.find(exact ? "exact_target_us" : "target_us");
+      if (agrees && target != entry.end() && target->is_number()) result.target_us = target->get<double>();
+    }
+  }
+  return {};
+}
+
+Json json_of(const std::vector<OpResult>& results) {
+  Json rows = Json::array();
+  for (const OpResult& result : results) {
+    Json row = {{"suite", result.workload.suite}, {"case", result.workload.name}};
+    for (const OpWorkload::Field& field : result.workload.fields) {
+      std::visit([&](const auto& value) { row[field.name] = value; }, field.value);
+    }
+    if (!result.failure.ok()) {
+      row["failure"] = result.failure.message();
+      rows.push_back(std::move(row));
+      continue;
+    }
+    row["row"] = result.row;
+    row["us"] = result.timing.median_us;
+    row["p10_us"] = result.timing.p10_us;
+    row["p90_us"] = result.timing.p90_us;
+    row["floor_us"] = result.floor_us;
+    row["share_of_floor"] = result.share_of_floor();
+    row["tb_s"] = result.read_tb_s;
+    row["tflop_s"] = result.tflop_s;
+    if (result.max_abs_error) row["max_abs_error"] = *result.max_abs_error;
+    if (result.target_us) row["target_us"] = *result.target_us;
+    rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+std::string text_of(const std::vector<OpResult>& results) {
+  std::string out, suite;
+  double logs = 0;
+  int64_t targets = 0;
+  const auto close_suite = [&] {
+    if (targets > 0) {
+      out += fmt::format("geometric mean of us / target over {} cases: {:.3f}\n", targets,
+                         std::exp(logs / static_cast<double>(targets)));
+    }
+    logs = 0;
+    targets = 0;
+  };
+  for (const OpResult& result : results) {
+    if (result.workload.suite != suite) {
+      close_suite();
+      suite = result.workload.suite;
+      out += fmt::format("{}{}\n{:<58} {:<16} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6} {:>7} {:>9} {:>8} {:>6}\n",
+                         out.empty() ? "" : "\n", suite, "case", "row", "us", "p10", "p90", "floor", "share", "TB/s",
+                         "TFLOP/s", "error", "target", "ratio");
+    }
+    const std::string name = result.workload.name + "  " + fields_text(result.workload);
+    if (!result.failure.ok()) {
+      out += fmt::format("{:<58} failed: {}\n", name, result.failure.message());
+      continue;
+    }
+    out += fmt::format("{:<58} {:<16} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} {:>9} {:>8} {:>6}\n",
+                       name, result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us,
+                       result.floor_us, 100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
+                       result.max_abs_error ? fmt::format("{:.2e}", *result.max_abs_error) : "",
+                       result.target_us ? fmt::format("{:.1f}", *result.target_us) : "",
+                       result.target_us ? fmt::format("{:.2f}", result.timing.median_us / *result.target_us) : "");
+    if (result.target_us) {
+      logs += std::log(result.timing.median_us / *result.target_us);
+      ++targets;
+    }
+  }
+  close_suite();
+  return out;
+}
+
+}  // namespace vivace::bench

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <functional>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "src/bench/ops/suite.h"
+#include "src/bench/ops/timing.h"
+#include "vivace/status.h"
+#include "vivace/stream.h"
+
+namespace vivace::bench {
+
+/// A timed workload, or why it was not timed.
+struct OpResult {
+  OpWorkload workload;
+  std::string row;
+  Timing timing;
+  double floor_us = 0;
+  double read_tb_s = 0, tflop_s = 0;  ///< what the floor's bytes and operations took place at
+  std::optional<double> max_abs_error;
+  Status failure;
+  std::optional<double> target_us;
+
+  double share_of_floor() const { return timing.median_us > 0 ? floor_us / timing.median_us : 0; }
+};
+
+struct OpRunOptions {
+  std::vector<std::string> suites;  ///< empty: all
+  std::vector<OpFilter> filters;    ///< empty: all cases; a filter that no listed case meets is a case of its own
+  int64_t replays = 20;
+  /// Called before each workload.
+  std::function<void(size_t done, size_t total, const OpWorkload& next)> progress;
+};
+
+/// The workloads that the options ask for. not_found: no such suite; the message lists them. invalid_argument: a filter
+/// that fits no case of the suites and names no case to change.
+Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options);
+
+/// Checks each workload's output against float64 once, then times it. A workload that fails keeps its place with the
+/// reason.
+std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, const OpRunOptions& options,
+                                    const Stream& stream);
+
+/// Sets target_us from a JSON object of lists by suite, whose entries have this project's field names: a result takes the
+/// entry that agrees in every field that both have. invalid_argument: the text is not of that form.
+Status add_targets(std::string_view json_text, std::vector<OpResult>& results);
+
+/// One object per result: suite, case, the workload's fields, row, us, p10_us, p90_us, floor_us, share_of_floor,
+/// max_abs_error, target_us and failure where there are any.
+nlohmann::ordered_json json_of(const std::vector<OpResult>& results);
+/// A table, and per suite the geometric mean of us / target_us.
+std::string text_of(const std::vector<OpResult>& results);
+
+}  // namespace vivace::bench

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "src/bench/ops/workload.h"
+#include "vivace/cost.h"
+#include "vivace/status.h"
+#include "vivace/stream.h"
+
+namespace vivace::bench {
+
+/// What one H200 sustains in microbenchmarks: the rates that floors are made of. `bench ops --suite roof` measures them.
+inline constexpr double kReadRate = 4.5e12, kBf16Rate = 890e12, kFp8Rate = 1700e12;
+
+/// The least time that bytes and operations allow.
+struct Floor {
+  double bytes = 0, flops = 0;
+  double flop_rate = kBf16Rate;
+  double us() const { return 1e6 * std::max(bytes / kReadRate, flops / flop_rate); }
+};
+
+/// A workload with its memory on a device, ready to be timed. Calls of different sets read different inputs.
+class PreparedOp {
+ public:
+  virtual ~PreparedOp() = default;
+  virtual int64_t sets() const = 0;
+  /// Enqueues the call of one set.
+  virtual Status call(int64_t set, const Stream& stream) = 0;
+  virtual Floor floor() const = 0;
+  /// The row that ran, or a library's name.
+  virtual std::string row() const = 0;
+  /// Largest difference of set 0's outputs from float64 on the same inputs, over all or a sample of them; absent where
+  /// there is nothing to compare. After call(0) has ended.
+  virtual Result<std::optional<double>> max_abs_error(const Stream& stream) = 0;
+};
+
+/// A list of workloads of one operator.
+struct OpSuite {
+  std::string_view name, summary;
+  std::vector<OpWorkload> (*workloads)();
+  /// Fails  invalid_argument: a field is missing or out of range. unsupported: no row takes it.
+  Result<std::unique_ptr<PreparedOp>> (*prepare)(const OpWorkload& workload, const Stream& stream);
+};
+
+std::span<const OpSuite> op_suites();
+
+}  // namespace vivace::bench

@@ -1,0 +1,74 @@
+// Real models on the GPU in bf16, against the references that float32 gave.
+
+#include "src/model/score.h"
+#include "tests/model/model_harness.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace::testing {
+namespace {
+
+const std::string kQwen = std::string(VIVACE_TEST_DATA) + "/tiny-qwen3-moe";
+const std::string kHy3 = std::string(VIVACE_TEST_DATA) + "/tiny-hy3";
+
+/// Models of this test run on the GPU.
+class GpuModel : public ::testing::Test {
+ protected:
+  void SetUp() override { ModelDevice::current().stream = GpuUnderTest::instance().streams.front(); }
+  void TearDown() override { ModelDevice::current().stream = {}; }
+};
+
+struct Agreement {
+  int64_t clear = 0, agreed = 0;  ///< positions with a gap of at least 0.1, and those with the reference's argmax
+  double worst_mean = 0;          ///< mean |difference| of log-probabilities, of the worst case
+};
+
+/// Feeds each case's prompt, then the reference's own continuation token by token.
+Agreement follow(LoadedModel& loaded, const nlohmann::json& references) {
+  Agreement agreement;
+  for (const nlohmann::json& c : references.at("cases")) {
+    Conversation request = loaded.conversation();
+    const auto prompt = c.at("prompt_ids").get<std::vector<int32_t>>();
+    std::vector<float> logits = loaded.feed(request, prompt, loaded.model().options().max_tokens);
+    if (logits.empty()) return {};
+    double sum = 0;
+    int64_t terms = 0;
+    const auto compare = [&](double got, double want) {
+      sum += std::abs(got - want);
+      ++terms;
+    };
+    const auto top_ids = c.at("top_ids").get<std::vector<int32_t>>();
+    const auto top = c.at("top_logprobs").get<std::vector<double>>();
+    const std::vector<double> after_prompt = log_probabilities(logits);
+    for (size_t i = 0; i < top_ids.size(); ++i) compare(after_prompt[top_ids[i]], top[i]);
+    const auto greedy = c.at("greedy_ids").get<std::vector<int32_t>>();
+    const auto greedy_logprobs = c.at("greedy_logprobs").get<std::vector<double>>();
+    const auto gaps = c.at("greedy_gap").get<std::vector<double>>();
+    for (size_t i = 0; i < greedy.size(); ++i) {
+      compare(log_probabilities(logits)[greedy[i]], greedy_logprobs[i]);
+      if (gaps[i] >= 0.1) {
+        ++agreement.clear;
+        agreement.agreed += argmax(logits) == greedy[i];
+      }
+      if (i + 1 < greedy.size()) logits = loaded.feed(request, std::span(&greedy[i], 1), 1, true);
+    }
+    agreement.worst_mean = std::max(agreement.worst_mean, sum / static_cast<double>(terms));
+  }
+  return agreement;
+}
+
+TEST_F(GpuModel, FollowsItsReferences) {
+  for (const std::string& path : {kQwen, kHy3}) {
+    SCOPED_TRACE(path);
+    LoadedModel loaded(open_checkpoint(path), {}, 1200);
+    ASSERT_TRUE(loaded.ok());
+    const Agreement agreement = follow(loaded, read_json(path + "/references.json"));
+    std::printf("%s: %ld of %ld clear positions agree, worst mean difference %.4f\n", path.c_str(),
+                static_cast<long>(agreement.agreed), static_cast<long>(agreement.clear), agreement.worst_mean);
+    EXPECT_GT(agreement.clear, 40);
+    EXPECT_GE(static_cast<double>(agreement.agreed), 0.97 * static_cast<double>(agreement.clear));
+    EXPECT_LE(agreement.worst_mean, 0.05);
+  }
+}
+
+}  // namespace
+}  // namespace vivace::testing
