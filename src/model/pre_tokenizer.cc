@@ -170,8 +170,9 @@ struct PreTokenizer::Scratch::Impl {
     bool found = false;
     size_t begin = 0, end = 0;
   };
-  /// The first match at or behind `search`. Nearly all matches of published patterns are at it.
-  Result<Match> find(size_t step_index, const Step& step, std::string_view text, size_t search);
+  /// A match at `search`, where nearly all matches of published patterns are. False: find_further() knows.
+  bool find_here(size_t step_index, const Step& step, std::string_view text, size_t search, Match& match);
+  /// The first match at or behind `search`.
   Result<Match> find_further(size_t step_index, const Step& step, std::string_view text, size_t search);
 };
 
@@ -248,22 +249,19 @@ PreTokenizer::Scratch::Scratch(const PreTokenizer& owner) : impl_(std::make_uniq
 
 PreTokenizer::Scratch::~Scratch() = default;
 
-Result<PreTokenizer::Scratch::Impl::Match> PreTokenizer::Scratch::Impl::find(size_t step_index,
-                                                                             const Step& step,
-                                                                             std::string_view text,
-                                                                             size_t search) {
-  const size_t walk = std::min(text.size() - search, kMaxWalk) + 1;
-  walked += walk;
-  if (walked < kBytesPerLook) {
-    const PCRE2_SPTR subject = reinterpret_cast<PCRE2_SPTR>(text.data());
-    pcre2_match_data* data = match_data[step_index].get();
-    const int found =
-        step.jit ? pcre2_jit_match(step.anchored.get(), subject, text.size(), search, 0, data, anchored.get())
-                 : pcre2_match(step.anchored.get(), subject, text.size(), search, PCRE2_NO_UTF_CHECK, data,
-                               anchored.get());
-    if (found >= 0) return Match{true, search, pcre2_get_ovector_pointer(data)[1]};
-  }
-  return find_further(step_index, step, text, search);
+bool PreTokenizer::Scratch::Impl::find_here(size_t step_index, const Step& step, std::string_view text,
+                                            size_t search, Match& match) {
+  walked += std::min(text.size() - search, kMaxWalk) + 1;
+  if (walked >= kBytesPerLook) return false;
+  const PCRE2_SPTR subject = reinterpret_cast<PCRE2_SPTR>(text.data());
+  pcre2_match_data* data = match_data[step_index].get();
+  const int found =
+      step.jit ? pcre2_jit_match(step.anchored.get(), subject, text.size(), search, 0, data, anchored.get())
+               : pcre2_match(step.anchored.get(), subject, text.size(), search, PCRE2_NO_UTF_CHECK, data,
+                             anchored.get());
+  if (found < 0) return false;
+  match = {true, search, pcre2_get_ovector_pointer(data)[1]};
+  return true;
 }
 
 Result<PreTokenizer::Scratch::Impl::Match> PreTokenizer::Scratch::Impl::find_further(size_t step_index,
@@ -344,9 +342,13 @@ Status PreTokenizer::split_from(size_t step_index, std::string_view text, Scratc
     if (scratch.words.size() == kWordsPerFlush) scratch.flush();
     return {};
   }
+  const Step& step = steps_[step_index];
+  Scratch::Impl::Match match;
   size_t piece_start = 0;  // everything before it went to the next step
   for (size_t search = 0; search <= text.size();) {
-    VIVACE_TRY_ASSIGN(const auto match, scratch.find(step_index, steps_[step_index], text, search));
+    if (!scratch.find_here(step_index, step, text, search, match)) {
+      VIVACE_TRY_ASSIGN(match, scratch.find_further(step_index, step, text, search));
+    }
     if (!match.found) break;
     const size_t begin = match.begin, end = match.end;
     if (end <= begin) {  // an empty match splits here and the search goes on after the next character

@@ -358,6 +358,8 @@ TEST(Tokenizer, RefusesWhatItDoesNotKnowByName) {
        Code::invalid_argument, "(a"},
       {R"({"pre_tokenizer": {"pretokenizers": [{"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "[a&&b]"}}]}})",
        Code::unsupported, "&&"},
+      {R"({"pre_tokenizer": {"pretokenizers": [{"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "\\Ga"}}]}})",
+       Code::unsupported, "\\G"},
       {R"({"post_processor": {"type": "BertProcessing"}})", Code::unsupported, "BertProcessing"},
       {R"({"decoder": {"type": "WordPiece"}})", Code::unsupported, "WordPiece"},
       {R"({"added_tokens": [{"id": 0, "content": "<|endoftext|>", "lstrip": true}]})", Code::unsupported,
