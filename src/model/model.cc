@@ -57,11 +57,12 @@ struct RunCalls {
 /// Asks each call of the walk which row it would take.
 struct ExplainCalls {
   const Stream& stream;
+  Phase phase;
   int64_t batch;
   std::vector<OpUse>& uses;
 
   Status add(int64_t layer, std::string_view op, Choice choice) const {
-    uses.push_back({layer, std::string(op), batch, std::move(choice)});
+    uses.push_back({layer, std::string(op), phase, batch, std::move(choice)});
     return {};
   }
   Status operator()(int64_t layer, const EmbeddingArgs& args) const {
@@ -185,7 +186,7 @@ class Decoder final : public Model {
   int64_t page_bytes() const override { return 2 * graph_.config.layers * layer_page_bytes(); }
   Status allocate_pages(int64_t pages, const Stream& stream) override;
   Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) override;
-  std::vector<OpUse> explain(int64_t batch, const Stream& stream) override;
+  std::vector<OpUse> explain(Phase phase, int64_t tokens, const Stream& stream) override;
   void observe_routes(RouteObserver observer) override { observer_ = std::move(observer); }
 
  private:
@@ -353,9 +354,14 @@ Status Decoder::forward(const ForwardInput& input, const Tensor& logits, const S
   return walk(graph_, step, RunCalls{stream, observer_});
 }
 
-std::vector<OpUse> Decoder::explain(int64_t batch, const Stream& stream) {
+std::vector<OpUse> Decoder::explain(Phase phase, int64_t tokens, const Stream& stream) {
+  Step step = phase == Phase::decode ? shape_of_step(tokens, tokens, 0) : shape_of_step(tokens, 0, 1);
+  if (phase == Phase::prefill) {
+    step.all_rows = false;
+    step.logits = step.logits.rows(0, 1);
+  }
   std::vector<OpUse> uses;
-  (void)walk(graph_, shape_of_step(batch, batch, 0), ExplainCalls{stream, batch, uses});
+  (void)walk(graph_, step, ExplainCalls{stream, phase, tokens, uses});
   return uses;
 }
 
@@ -409,6 +415,10 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, const 
 }
 
 }  // namespace
+
+std::string_view name_of(Phase phase) {
+  return phase == Phase::decode ? "decode" : "prefill";
+}
 
 Result<std::unique_ptr<Model>> Model::load(const Checkpoint& checkpoint, const ModelOptions& options) {
   return guarded("model", [&] { return load_decoder(checkpoint, options); });
