@@ -5,9 +5,11 @@
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <memory>
 
 #include "apps/vivace/value.h"
 #include "src/core/error.h"
+#include "src/cpu/machine.h"
 #include "vivace/dispatch.h"
 
 namespace vivace::cli {
@@ -35,6 +37,17 @@ CLI::Option* add(CLI::App& app, const std::string& flag, const std::string& type
           },
           help)
       ->type_name(type);
+}
+
+/// An option that may be given several times; its texts go to `texts`. They are parsed when all are there: an error
+/// thrown before gets the flag in front twice.
+CLI::Option* repeated(CLI::App& app, const std::string& flag, const std::string& type,
+                      const std::string& help, std::vector<std::string>& texts) {
+  return app.add_option(flag, help)
+      ->type_name(type)
+      ->allow_extra_args(false)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->each([&texts](const std::string& text) { texts.push_back(text); });
 }
 
 CLI::Option* integer(CLI::App& app, const std::string& flag, int64_t low, int64_t high,
@@ -85,6 +98,16 @@ Result<int64_t> parse_page_tokens(const std::string& text) {
   return invalid_argument("is '{}', needs a power of two from 1 to 256", text);
 }
 
+/// More threads than cores only wait for each other; a few times as many can be wanted in a comparison.
+Result<int64_t> parse_threads(const std::string& text) {
+  constexpr int64_t kPerCore = 4;
+  const int64_t cores = cpu::usable_cores();
+  const Result<int64_t> value = parse_integer(text, 1, kPerCore * cores);
+  if (value.ok()) return *value;
+  return invalid_argument("{} ({} for each of the {} core{} that this process may use)",
+                          value.status().message(), kPerCore, cores, cores == 1 ? "" : "s");
+}
+
 Result<std::string> parse_prefer(const std::string& text) {
   const Status status = Dispatch().prefer(text);
   if (!status.ok()) return status;
@@ -109,8 +132,8 @@ void add_engine(CLI::App& app, EngineOptions& o) {
                [](const std::string&) {}));
   in_group(add(app, "--kv-dtype", "TYPE", "Type of stored keys and values: f32 or bf16 [f32]", parse_kv_dtype,
                [&](DType dtype) { o.kv_dtype = dtype; }));
-  in_group(integer(app, "--threads", 1, 1024, "Threads [every core this process may use]",
-                   [&](int64_t n) { o.threads = static_cast<int>(n); }));
+  in_group(add(app, "--threads", "N", "Threads, at most 4 per core [one per core this process may use]",
+               parse_threads, [&](int64_t n) { o.threads = static_cast<int>(n); }));
   in_group(app.add_flag("--exact", o.exact,
                         "No quantisation of activations inside linear: slower, closer to fp32"));
   in_group(app.add_flag("--deterministic", o.deterministic,
@@ -177,14 +200,7 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
   c.add_option("--system", a.system, "A system message before --chat")->type_name("TEXT")->needs(chat);
   integer(c, "--max-tokens", 1, kAny, "Tokens to generate at most [128]",
           [&](int64_t n) { a.max_tokens = n; });
-  c.add_option("--stop", "End before this text; may be given several times")
-      ->type_name("TEXT")
-      ->allow_extra_args(false)
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->each([&](const std::string& text) {
-        if (text.empty()) throw CLI::ValidationError("--stop is '', needs at least one character");
-        a.stop.push_back(text);
-      });
+  repeated(c, "--stop", "TEXT", "End before this text; may be given several times", a.stop);
   c.add_flag("--ignore-eos", a.ignore_eos, "Do not end at the model's end token");
   integer(c, "--logprobs", 0, 20, "Log-probabilities of the chosen token and of the N best",
           [&](int64_t n) { a.sampling.logprobs = static_cast<int>(n); });
@@ -215,21 +231,23 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
   auto* frequency =
       number(c, "--frequency-penalty", -2, 2, false, "Subtracted for each time it was generated [0]",
              [&](double x) { s.frequency_penalty = x; });
-  auto* bias = c.add_option("--logit-bias", "Added to a token's logit; may be given several times")
-                   ->type_name("ID=BIAS")
-                   ->allow_extra_args(false)
-                   ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-                   ->each([&](const std::string& text) {
-                     const auto value = parse_bias(text);
-                     if (!value.ok()) refuse("--logit-bias", value.status());
-                     s.logit_bias.push_back(*value);
-                   });
+  const auto biases = std::make_shared<std::vector<std::string>>();
+  auto* bias =
+      repeated(c, "--logit-bias", "ID=BIAS", "Added to a token's logit; may be given several times", *biases);
   for (CLI::Option* option :
        {temperature, top_k, top_p, min_p, seed, repetition, presence, frequency, bias}) {
     option->group(group);
   }
   add_engine(c, a.engine);
-  c.callback([&, prompt, ids, chat, temperature, top_k, top_p, min_p, seed] {
+  c.callback([&, prompt, ids, chat, temperature, top_k, top_p, min_p, seed, biases] {
+    for (const std::string& text : a.stop) {
+      if (text.empty()) refuse("--stop", invalid_argument("is '', needs at least one character"));
+    }
+    for (const std::string& text : *biases) {
+      const auto value = parse_bias(text);
+      if (!value.ok()) refuse("--logit-bias", value.status());
+      s.logit_bias.push_back(*value);
+    }
     if (prompt->count() + ids->count() + chat->count() == 0) {
       throw CLI::ValidationError("one of --prompt, --prompt-ids and --chat is needed");
     }
@@ -362,15 +380,17 @@ void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain) {
   auto* json = c.add_flag("--json", ops.json, "One JSON document instead of text");
   c.add_flag("--markdown", ops.markdown, "The page docs/generated/ops.md")->excludes(json);
   c.require_subcommand(0, 1);
-  CLI::App& e =
-      *add_command(c, "explain",
-                   "Say for each layer of a model which row would run each operator in a decode step, and "
-                   "why the rows before\n"
-                   "it would not. Layers that agree are shown together.",
-                   "Examples:\n"
-                   "  vivace ops explain --model model.gguf\n"
-                   "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");
-  integer(e, "--batch", 1, 4096, "Requests in the step [1]", [&](int64_t n) { explain.batch = n; });
+  CLI::App& e = *add_command(
+      c, "explain",
+      "Say for each layer of a model which row would run each operator, and why the rows before it "
+      "would not: in\n"
+      "a decode step, and in a prompt chunk as long as --token-budget and the context allow. "
+      "Layers that agree\n"
+      "are shown together.",
+      "Examples:\n"
+      "  vivace ops explain --model model.gguf\n"
+      "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");
+  integer(e, "--batch", 1, 4096, "Requests in the decode step [1]", [&](int64_t n) { explain.batch = n; });
   e.add_flag("--json", explain.json, "One JSON document instead of a table");
   add_engine(e, explain.engine);
 }

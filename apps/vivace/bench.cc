@@ -86,9 +86,9 @@ bench::LoadOptions load_options(const BenchServeArgs& args, ProgressLine& line) 
   options.progress = [&line](const bench::LoadProgress& p) {
     const double speed = p.elapsed_s > 0 ? static_cast<double>(p.tokens) / p.elapsed_s : 0;
     line.update(static_cast<double>(p.finished) / static_cast<double>(p.requests),
-                fmt::format("{} of {} requests done, {} running, {} tokens, {:.1f} tok/s, {:.0f} s{}",
-                            p.finished, p.requests, p.running, p.tokens, speed, p.elapsed_s,
-                            p.failed > 0 ? fmt::format(", {} FAILED", p.failed) : ""));
+                fmt::format("{} of {} request{} done, {} running, {} tokens, {:.1f} tok/s, {:.0f} s{}",
+                            p.finished, p.requests, p.requests == 1 ? "" : "s", p.running, p.tokens, speed,
+                            p.elapsed_s, p.failed > 0 ? fmt::format(", {} FAILED", p.failed) : ""));
   };
   return options;
 }
@@ -106,7 +106,7 @@ std::vector<bench::RowUse> count_rows(const Dispatch& dispatch, const std::vecto
   return uses;
 }
 
-/// Adds why earlier rows did not run: what the calls of decode steps were refused for, else what the rows need.
+/// Adds why earlier rows did not run: what the calls of such steps were refused for, else what the rows need.
 void add_reasons(std::vector<bench::RowUse>& rows, const std::vector<model::OpUse>& explained,
                  const Dispatch& preferences) {
   for (bench::RowUse& use : rows) {
@@ -161,7 +161,8 @@ Status write_results(const BenchServeArgs& args, const bench::Report& report) {
 /// What cannot be written is said before the run, not after it.
 Status check_outputs(const BenchServeArgs& args) {
   if (args.report_file == "-") return invalid_argument("--report is '-', needs the path of an HTML file");
-  if (!args.json_file.empty() && args.json_file != "-") VIVACE_TRY(check_writable(args.json_file).at("--json"));
+  if (!args.json_file.empty() && args.json_file != "-")
+    VIVACE_TRY(check_writable(args.json_file).at("--json"));
   if (!args.report_file.empty()) VIVACE_TRY(check_writable(args.report_file).at("--report"));
   return {};
 }
@@ -179,8 +180,8 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   bench::EngineTarget target(*engine);
   VIVACE_TRY(warm_up(target, plan));
   report.load_s = seconds_since(start);
-  note(fmt::format("{}: ready after {:.1f} s; {} workload, {} requests, seed {}, {}", args.engine.model,
-                   report.load_s, args.workload, args.requests, args.seed,
+  note(fmt::format("{}: ready after {:.1f} s; {} workload, {} request{}, seed {}, {}", args.engine.model,
+                   report.load_s, args.workload, args.requests, args.requests == 1 ? "" : "s", args.seed,
                    args.rate > 0 ? fmt::format("{} per second", args.rate)
                                  : fmt::format("{} open at once", args.concurrency)));
 

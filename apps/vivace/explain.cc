@@ -3,12 +3,27 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "src/engine/compute.h"
 #include "src/engine/model_runner.h"
+#include "vivace/sampler.h"
 
 namespace vivace::cli {
+
+namespace {
+
+Choice explain_sampler(int64_t rows, int64_t vocab, const Stream& stream) {
+  const std::vector<SampleRow> sample_rows(static_cast<size_t>(rows));
+  return sampler_explain({.logits = Tensor(nullptr, DType::f32, {rows, vocab}),
+                          .rows = sample_rows,
+                          .ids = Tensor(nullptr, DType::i32, {rows}),
+                          .valid = Tensor(nullptr, DType::u8, {rows})},
+                         stream);
+}
+
+}  // namespace
 
 Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
                                                 const std::vector<int64_t>& batches) {
@@ -23,10 +38,13 @@ Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(options.device, 1));
   const Stream stream = compute->stream(&dispatch);
   std::vector<model::OpUse> uses;
-  for (const int64_t batch : batches) {
-    std::vector<model::OpUse> step = model->explain(batch, stream);
+  const auto add_step = [&](model::Phase phase, int64_t tokens, int64_t sampled) {
+    std::vector<model::OpUse> step = model->explain(phase, tokens, stream);
     std::move(step.begin(), step.end(), std::back_inserter(uses));
-  }
+    uses.push_back({-1, "sampler", phase, tokens, explain_sampler(sampled, model->config().vocab, stream)});
+  };
+  for (const int64_t batch : batches) add_step(model::Phase::decode, batch, batch);
+  add_step(model::Phase::prefill, std::min(options.token_budget, model->max_model_len()), 1);
   return uses;
 }
 

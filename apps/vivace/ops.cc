@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "apps/vivace/commands.h"
 #include "apps/vivace/explain.h"
@@ -75,6 +76,7 @@ Json explain_json(const std::vector<model::OpUse>& uses) {
     all.push_back({{"layer", use.layer},
                    {"op", use.op},
                    {"row", use.choice.row.empty() ? Json(nullptr) : Json(use.choice.row)},
+                   {"phase", model::name_of(use.phase)},
                    {"batch", use.batch},
                    {"refused", refused}});
   }
@@ -96,7 +98,8 @@ std::string use_line(const model::OpUse& use) {
                      why);
 }
 
-std::string explain_text(const std::vector<model::OpUse>& uses, int64_t batch) {
+/// The calls of one step, layer by layer.
+std::string step_text(std::span<const model::OpUse> uses) {
   std::vector<LayerGroup> groups;
   for (const model::OpUse& use : uses) {
     if (groups.empty() || groups.back().last != use.layer) groups.push_back({use.layer, use.layer, {}});
@@ -105,7 +108,7 @@ std::string explain_text(const std::vector<model::OpUse>& uses, int64_t batch) {
     // Several calls of one operator in a layer that agree are one line: q, k and v projections, for example.
     if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(std::move(line));
   }
-  std::string out = fmt::format("one decode step with {} request{}\n", batch, batch == 1 ? "" : "s");
+  std::string out;
   for (size_t i = 0; i < groups.size();) {
     size_t end = i + 1;
     while (end < groups.size() && groups[end].lines == groups[i].lines && groups[i].first >= 0 &&
@@ -127,6 +130,16 @@ std::string explain_text(const std::vector<model::OpUse>& uses, int64_t batch) {
   return out;
 }
 
+std::string explain_text(const std::vector<model::OpUse>& uses) {
+  const auto prefill = std::find_if(
+      uses.begin(), uses.end(), [](const model::OpUse& use) { return use.phase == model::Phase::prefill; });
+  const auto title = [](const char* kind, int64_t count, const char* unit) {
+    return fmt::format("one {} of {} {}{}\n", kind, count, unit, count == 1 ? "" : "s");
+  };
+  return title("decode step", uses.front().batch, "request") + step_text({uses.begin(), prefill}) + "\n\n" +
+         title("prompt chunk", prefill->batch, "token") + step_text({prefill, uses.end()});
+}
+
 }  // namespace
 
 int run(const OpsArgs& args) {
@@ -144,7 +157,7 @@ int run(const OpsExplainArgs& args) {
   if (args.json) {
     print_json(explain_json(*uses));
   } else {
-    write_out(explain_text(*uses, args.batch));
+    write_out(explain_text(*uses));
   }
   return 0;
 }

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "src/core/error.h"
+#include "src/core/rename.h"
 #include "src/model/tokenizer.h"
 
 namespace vivace::cli {
@@ -26,8 +27,27 @@ void print_json(const nlohmann::ordered_json& json) {
   write_out(json_text(json));
 }
 
+std::string in_flags(std::string_view message) {
+  // Options that are no word of every day; what checks the others is at the command line.
+  static const std::pair<std::string_view, std::string> kFlags[] = {
+      {"kv_dtype", "--kv-dtype"},           {"router_mode", "--router-mode"},
+      {"max_model_len", "--max-model-len"}, {"max_batch", "--max-batch"},
+      {"token_budget", "--token-budget"},   {"page_tokens", "--page-tokens"},
+      {"kv_memory_bytes", "--kv-memory"},   {"prompt_ids", "the prompt"},
+      {"max_tokens", "--max-tokens"},
+  };
+  std::string text = renamed(message, kFlags);
+  for (const std::string_view option : {"threads", "device"}) {
+    for (const std::string& before : {std::string(), std::string("engine: ")}) {
+      const std::string start = fmt::format("{}{} is ", before, option);
+      if (text.starts_with(start)) text.insert(before.size(), "--");
+    }
+  }
+  return text;
+}
+
 int fail(const Status& status) {
-  std::fprintf(stderr, "vivace: %s\n", status.message().c_str());
+  std::fprintf(stderr, "vivace: %s\n", in_flags(status.message()).c_str());
   return kFailure;
 }
 

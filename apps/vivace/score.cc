@@ -67,7 +67,8 @@ int run(const ScoreArgs& args) {
   if (args.json) {
     print_json({{"perplexity", result->perplexity}, {"tokens", result->tokens}});
   } else {
-    write_out(fmt::format("perplexity {:.4f} over {} predictions\n", result->perplexity, result->tokens));
+    write_out(fmt::format("perplexity {:.4f} over {} prediction{}\n", result->perplexity, result->tokens,
+                          result->tokens == 1 ? "" : "s"));
   }
   return 0;
 }

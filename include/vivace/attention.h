@@ -6,7 +6,8 @@
 
 namespace vivace {
 
-/// The largest head that the attention operators take; models with larger ones are refused when they are read.
+/// The largest head of the rows that keep one on the stack (attention_prologue: of all); models with larger ones are
+/// refused when they are read.
 inline constexpr int64_t kMaxHeadDim = 512;
 
 /// What attention_prefill and attention_decode have in common: causal attention of ragged query rows over a

@@ -20,7 +20,7 @@ struct AttentionDecodeArgs {
 /// Attention of one decode step: 1 to 8 query tokens per request, causal among them, over the paged cache,
 /// which already holds the keys and values of these tokens.
 ///
-/// Shapes   see AttentionArgs. Any head_dim up to 512, any page_tokens, any ratio heads_q / heads_kv.
+/// Shapes   see AttentionArgs. Any head_dim (beyond 512 `reference` alone), any page_tokens, any ratio heads_q / heads_kv.
 /// Writes   output, lse and the workspace, whose content before and after the call means nothing.
 /// Cost     attention_decode_cost(): every cached key and value of the batch once, if max_pages is full.
 /// Runs     on `stream`; allocates nothing on a device. K and V are read once for all query heads of a group.

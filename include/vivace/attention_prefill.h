@@ -21,7 +21,7 @@ struct AttentionPrefillArgs {
 /// Causal attention of prompts or chunks of prompts over the paged cache, which already holds the keys and
 /// values of the chunk itself and of all tokens before it.
 ///
-/// Shapes   see AttentionArgs. Any head_dim up to 512, any page_tokens, any ratio heads_q / heads_kv.
+/// Shapes   see AttentionArgs. Any head_dim (beyond 512 `reference` alone), any page_tokens, any ratio heads_q / heads_kv.
 /// Writes   output and lse; neither may overlap an input.
 /// Cost     attention_prefill_cost(): floor bytes, and flops of full rows (the causal half included).
 /// Runs     on `stream`; allocates nothing on a device.

@@ -39,8 +39,8 @@ pre span{display:inline-block}
 .card span{font-size:13.5px;color:var(--soft)}
 .card.bad b{color:var(--bad)}
 .panel{padding:16px 16px 8px;margin:10px 0}
-.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:12px}
-.three{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:12px}
+.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:12px}
+.three{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(320px,100%),1fr));gap:12px}
 .two .panel,.three .panel{margin:0}
 .legend{font-size:13.5px;color:var(--soft);margin:0 0 4px}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin:0 6px 0 14px;vertical-align:-1px}
@@ -50,13 +50,14 @@ svg{display:block;width:100%;height:auto}
 svg text{font-family:inherit;fill:var(--soft);font-size:12px}
 svg .label{fill:var(--ink);font-size:12.5px}
 svg .marklabel{fill:var(--ink);font-size:12px;font-weight:600;paint-order:stroke;stroke:var(--card);stroke-width:4px}
+.markback{fill:var(--card)}
 .grid{stroke:var(--grid);fill:none}.axis{stroke:var(--soft);fill:none}
 .mark{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:4 3;fill:none}
 .a{--series:var(--a)}.b{--series:var(--b)}.c{--series:var(--c)}
 .fill{fill:var(--series);fill-opacity:.75}.area{fill:var(--series);fill-opacity:.2}
 .line{stroke:var(--series);stroke-width:2;fill:none;stroke-linejoin:round}.line.thin{stroke-width:1.3;opacity:.75}
 .dot{fill:var(--series);fill-opacity:.8;stroke:var(--card);stroke-width:.8}
-.scroll{overflow-x:auto}
+.scroll{overflow-x:auto}.scroll svg{min-width:620px}
 table{border-collapse:collapse;width:100%;font-size:14.5px;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:7px 14px 7px 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th{font-weight:600;font-size:13px;color:var(--soft)}
@@ -187,10 +188,10 @@ std::string timeline(const Metrics& m) {
               {"generated tok/s", 0, axis_end(fastest)});
   tokens.area(speed, "c");
   tokens.line(speed, "c");
-  return "<div class=\"panel\"><p class=\"legend\"><i class=\"b\"></i>open: sent and not finished"
+  return "<div class=\"panel scroll\"><p class=\"legend\"><i class=\"b\"></i>open: sent and not finished"
          "<i class=\"a\"></i>generating: the decode batch</p>" +
          requests.svg("Requests that are open and that are generating, over time") +
-         "</div>\n<div class=\"panel\">" +
+         "</div>\n<div class=\"panel scroll\">" +
          "<p class=\"legend\"><i class=\"c\"></i>generated tokens per second, all requests</p>" +
          tokens.svg("Generated tokens per second over time") + "</div>\n";
 }

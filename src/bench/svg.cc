@@ -13,6 +13,7 @@ namespace {
 
 constexpr double kMarginLeft = 66, kMarginRight = 26, kMarginTop = 12, kMarginBottom = 44;
 constexpr double kMarkerRow = 15;  ///< height of one row of marker labels
+constexpr double kLetter = 7;      ///< width of a letter of such a label, rather more than less
 
 /// 1, 2 or 5 times a power of ten, so that `span` has about `wanted` steps.
 double tick_step(double span, int wanted, bool whole) {
@@ -29,6 +30,7 @@ double tick_step(double span, int wanted, bool whole) {
 }
 
 std::string tick_text(double value, double step) {
+  if (std::abs(value) < step / 2) value = 0;  // not -0
   const int digits = step >= 1 ? 0 : static_cast<int>(std::ceil(-std::log10(step) - 1e-9));
   return digits == 0 ? pretty(std::round(value)) : fmt::format("{:.{}f}", value, digits);
 }
@@ -174,9 +176,15 @@ void Plot::marker(double x, const std::string& label, int level) {
   const double at = px(x), baseline = top_ + 9 + level * kMarkerRow;
   const bool flip = at > left_ + (right_ - left_) * 0.6;  // the label stays inside the frame
   marker_lines_ += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, top_, bottom_);
+  const std::string text = escape_html(label);
+  const double width = kLetter * static_cast<double>(label.size()) + 4;
+  // The lines of other markers end at the label.
+  marker_labels_ +=
+      fmt::format("<rect class=\"markback\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{:.1f}\"/>",
+                  flip ? at - 3 - width : at + 3, baseline - 11, width, kMarkerRow);
   marker_labels_ +=
       fmt::format("<text class=\"marklabel\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>",
-                  flip ? at - 5 : at + 5, baseline, flip ? "end" : "start", escape_html(label));
+                  flip ? at - 5 : at + 5, baseline, flip ? "end" : "start", text);
 }
 
 void Plot::add_axes(std::string& out) const {

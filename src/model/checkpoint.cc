@@ -79,6 +79,9 @@ Result<std::unique_ptr<Checkpoint>> open_gguf(const std::string& path) {
 Result<std::unique_ptr<Checkpoint>> Checkpoint::open(const std::string& path) {
   std::error_code failure;  // a failure reads as "no folder"; opening the file then says why
   if (std::filesystem::is_directory(path, failure)) return open_hf_folder(path);
+  if (!std::filesystem::exists(path, failure) && !failure) {
+    return not_found("{}: there is no such file or folder; a model is {}", path, kModelForms);
+  }
   return open_gguf(path);
 }
 

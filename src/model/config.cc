@@ -86,7 +86,7 @@ Status validate(const ModelConfig& c) {
 
   VIVACE_TRY(check_range("bos_id", c.bos_id, -1, c.vocab - 1));
   VIVACE_TRY(check_range("pad_id", c.pad_id, -1, c.vocab - 1));
-  for (const int32_t id : c.eos_ids) VIVACE_TRY(check_range("an eos id", id, 0, c.vocab - 1));
+  for (const int32_t id : c.eos_ids) VIVACE_TRY(check_range("eos_id", id, 0, c.vocab - 1));
   return {};
 }
 

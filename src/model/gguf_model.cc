@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "src/core/error.h"
+#include "src/core/rename.h"
 
 namespace vivace::model {
 
@@ -71,6 +72,32 @@ class Metadata {
   const GgufFile& file_;
   Status status_;
 };
+
+// The fields of ModelConfig as the file calls them; `arch` is a name with its dot, such as "llama.".
+std::vector<std::pair<std::string_view, std::string>> keys_of(const std::string& arch) {
+  return {
+      {"layers", arch + "block_count"},
+      {"hidden", arch + "embedding_length"},
+      {"heads_q", arch + "attention.head_count"},
+      {"heads_kv", arch + "attention.head_count_kv"},
+      {"head_dim", arch + "attention.key_length"},
+      {"rotary_dim", arch + "rope.dimension_count"},
+      {"intermediate", arch + "feed_forward_length"},
+      {"max_position", arch + "context_length"},
+      {"sliding_window", arch + "attention.sliding_window"},
+      {"rms_eps", arch + "attention.layer_norm_rms_epsilon"},
+      {"rope_theta", arch + "rope.freq_base"},
+      {"rope_scaling.factor", arch + "rope.scaling.factor"},
+      {"experts", arch + "expert_count"},
+      {"top_k", arch + "expert_used_count"},
+      {"moe_intermediate", arch + "expert_feed_forward_length"},
+      {"shared_experts", arch + "expert_shared_count"},
+      {"router_scale", arch + "expert_weights_scale"},
+      {"bos_id", "tokenizer.ggml.bos_token_id"},
+      {"pad_id", "tokenizer.ggml.padding_token_id"},
+      {"eos_id", "tokenizer.ggml.eos_token_id"},
+  };
+}
 
 const GgufTensor* find_tensor(const GgufFile& file, std::string_view name) {
   for (const GgufTensor& tensor : file.tensors)
@@ -206,7 +233,9 @@ Result<ModelConfig> gguf_config(const GgufFile& file) {
         id >= 0 && std::find(config.eos_ids.begin(), config.eos_ids.end(), id) == config.eos_ids.end())
       config.eos_ids.push_back(id);
   VIVACE_TRY(meta.status());
-  VIVACE_TRY(validate(config).at("gguf"));
+  if (const Status status = validate(config); !status.ok()) {
+    return Status(status.code(), renamed(status.message(), keys_of(arch))).at("gguf");
+  }
   return config;
 }
 

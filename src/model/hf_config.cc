@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "src/core/error.h"
+#include "src/core/rename.h"
 #include "src/model/config.h"
 #include "src/model/json.h"
 
@@ -14,6 +15,28 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kMaxId = INT32_MAX;
+
+// The fields of ModelConfig as the file calls them.
+const std::pair<std::string_view, std::string> kKeys[] = {
+    {"layers", "num_hidden_layers"},
+    {"hidden", "hidden_size"},
+    {"vocab", "vocab_size"},
+    {"heads_q", "num_attention_heads"},
+    {"heads_kv", "num_key_value_heads"},
+    {"rotary_dim", "head_dim"},
+    {"intermediate", "intermediate_size"},
+    {"max_position", "max_position_embeddings"},
+    {"rms_eps", "rms_norm_eps"},
+    {"rope_scaling.original_max_position", "rope_scaling.original_max_position_embeddings"},
+    {"experts", "num_experts"},
+    {"top_k", "num_experts_per_tok"},
+    {"moe_intermediate", "moe_intermediate_size"},
+    {"shared_experts", "num_shared_experts"},
+    {"router_scale", "router_scaling_factor"},
+    {"bos_id", "bos_token_id"},
+    {"pad_id", "pad_token_id"},
+    {"eos_id", "eos_token_id"},
+};
 
 // What transformers' configuration class of a model says about fields that its files may leave out.
 struct ClassDefaults {
@@ -254,7 +277,9 @@ Result<ModelConfig> parse_hf_config(std::string_view config_json, std::string_vi
     VIVACE_TRY_ASSIGN(const json generation, parse_json_object(generation_place, generation_config_json));
     VIVACE_TRY(add_eos_ids(generation_place, JsonFields(generation_place, generation), config.eos_ids));
   }
-  VIVACE_TRY(validate(config).at(place));
+  if (const Status status = validate(config); !status.ok()) {
+    return Status(status.code(), renamed(status.message(), kKeys)).at(place);
+  }
   return config;
 }
 

@@ -1,3 +1,4 @@
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -149,7 +150,12 @@ Status add_weights(const std::string& folder, Loader& loader) {
 Result<std::unique_ptr<Checkpoint>> open_hf_folder(const std::string& path) {
   auto checkpoint = std::make_unique<MappedCheckpoint>();
   checkpoint->path = path;
-  VIVACE_TRY_ASSIGN(const std::string config, read_text_file(path + "/config.json", kMaxConfigBytes));
+  const std::string config_path = path + "/config.json";
+  std::error_code failure;
+  if (!std::filesystem::exists(config_path, failure) && !failure) {
+    return not_found("{}: there is no such file; a model is {}", config_path, kModelForms);
+  }
+  VIVACE_TRY_ASSIGN(const std::string config, read_text_file(config_path, kMaxConfigBytes));
   VIVACE_TRY_ASSIGN(const std::string generation,
                     optional_text(path + "/generation_config.json", kMaxConfigBytes));
   Result<ModelConfig> parsed = parse_hf_config(config, generation);

@@ -10,6 +10,10 @@
 
 namespace vivace::model {
 
+/// What a path to a model may be, for messages.
+inline constexpr const char* kModelForms =
+    "a .gguf file, or a folder with config.json, safetensors and tokenizer.json";
+
 /// A tensor of a checkpoint, or the reason why it cannot be had (an element type or alignment that nothing
 /// here reads).
 struct StoredTensor {

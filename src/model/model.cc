@@ -63,11 +63,12 @@ struct RunCalls {
 /// Asks each call of the walk which row it would take.
 struct ExplainCalls {
   const Stream& stream;
+  Phase phase;
   int64_t batch;
   std::vector<OpUse>& uses;
 
   Status add(int64_t layer, std::string_view op, Choice choice) const {
-    uses.push_back({layer, std::string(op), batch, std::move(choice)});
+    uses.push_back({layer, std::string(op), phase, batch, std::move(choice)});
     return {};
   }
   Status operator()(int64_t layer, const EmbeddingArgs& args) const {
@@ -211,7 +212,7 @@ class Decoder final : public Model {
   }
   Status stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) override;
   Status enqueue(const Stream& stream) override;
-  std::vector<OpUse> explain(int64_t batch, const Stream& stream) override;
+  std::vector<OpUse> explain(Phase phase, int64_t tokens, const Stream& stream) override;
   void observe_routes(RouteObserver observer) override { observer_ = std::move(observer); }
 
  private:
@@ -515,9 +516,15 @@ Status Decoder::enqueue(const Stream& stream) {
   return walk(graph_, step_, RunCalls{stream, observer_});
 }
 
-std::vector<OpUse> Decoder::explain(int64_t batch, const Stream& stream) {
+std::vector<OpUse> Decoder::explain(Phase phase, int64_t tokens, const Stream& stream) {
+  Step step = phase == Phase::decode ? shape_of_step(tokens, tokens, 0) : shape_of_step(tokens, 0, 1);
+  if (phase == Phase::prefill) {
+    step.all_rows = false;
+    step.logit_rows = step.logit_rows.rows(0, 1);
+    step.logits = step.logits.rows(0, 1);
+  }
   std::vector<OpUse> uses;
-  (void)walk(graph_, shape_of_step(batch, batch, 0), ExplainCalls{stream, batch, uses});
+  (void)walk(graph_, step, ExplainCalls{stream, phase, tokens, uses});
   return uses;
 }
 
@@ -581,6 +588,10 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelO
 }
 
 }  // namespace
+
+std::string_view name_of(Phase phase) {
+  return phase == Phase::decode ? "decode" : "prefill";
+}
 
 Result<std::unique_ptr<Model>> Model::load(const Checkpoint& checkpoint, const ModelOptions& options) {
   return guarded("model", [&] { return load_decoder(checkpoint, options); });

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "src/model/checkpoint.h"
@@ -40,11 +41,16 @@ struct ForwardInput {
   std::span<const int64_t> logit_rows;
 };
 
+/// What a step serves: requests with one token each, or a chunk of one request's prompt.
+enum class Phase { decode, prefill };
+std::string_view name_of(Phase phase);
+
 /// One operator call of a layer, for `ops explain`.
 struct OpUse {
   int64_t layer;  ///< -1 outside the layers
   std::string op;
-  int64_t batch;  ///< tokens
+  Phase phase;
+  int64_t batch;  ///< tokens of the step
   Choice choice;
 };
 
@@ -77,9 +83,9 @@ class Model {
   virtual Status stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
   /// Runs the operators of the staged step.
   virtual Status enqueue(const Stream& stream) = 0;
-  /// The operator calls of one decode step with `batch` requests, layer by layer, and which row each would
-  /// take.
-  virtual std::vector<OpUse> explain(int64_t batch, const Stream& stream) = 0;
+  /// The operator calls of one step, layer by layer, and which row each would take: `tokens` requests that
+  /// decode, or one prompt chunk of `tokens` tokens, the last of which has its logits computed.
+  virtual std::vector<OpUse> explain(Phase phase, int64_t tokens, const Stream& stream) = 0;
   /// Sees the chosen experts of each MoE layer (tests compare them with references); null turns it off.
   using RouteObserver = std::function<void(int64_t layer, const Tensor& expert_ids)>;
   virtual void observe_routes(RouteObserver observer) = 0;

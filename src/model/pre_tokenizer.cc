@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <chrono>
+#include <ctime>
 #include <utility>
 
 #include "src/core/error.h"
@@ -22,11 +24,52 @@ struct Free {
 template <class T>
 using Owned = std::unique_ptr<T, Free>;
 
-// Backtracking of the published patterns is linear in a run of one class, so the limit must grow with the
-// text; the constant lets small texts be matched by clumsy patterns too and still ends an exponential one in
-// about a second.
-constexpr uint32_t kMatchLimitBase = 1'000'000;
-constexpr uint32_t kMatchLimitPerByte = 8;
+// PCRE2 counts backtracking from one start of a match at a time, and does not count at all what a possessive
+// repeat walks over, so its limit alone leaves a text quadratic or worse. What bounds the work is time: `Budget`
+// allows a part that grows with the text, and no call of pcre2_match() may do much before the next look at it.
+constexpr double kSeconds = 0.5;
+constexpr double kSecondsPerByte = 2e-6;  // published patterns take about 1/50 of it
+
+// The first try of a match gets little, so that a hostile pattern is noticed early; each next one more, up to what
+// published patterns need on a long run of one class.
+constexpr uint32_t kFirstMatchLimit = 128;
+constexpr uint64_t kMatchLimitGrowth = 8;
+constexpr uint64_t kMatchLimitBase = 1'000'000;
+constexpr uint64_t kMatchLimitPerByte = 8;
+
+// An attempt to match at one place may walk over all the text behind it. So many bytes, in that sense, are walked
+// over between two looks at the clock: up to about half a second.
+constexpr size_t kBytesPerLook = 256 << 20;
+constexpr size_t kMaxWalk = 4 << 20;  // still several words to a look, however long the text
+
+// Words found between two calls of the sink, whose time is not counted.
+constexpr size_t kWordsPerFlush = 512;
+
+/// The time that matching one text may take.
+class Budget {
+ public:
+  void grant(size_t bytes) { allowed_ += kSecondsPerByte * static_cast<double>(bytes); }
+  void start() { since_ = Clock::now(); }
+  void stop() { spent_ += elapsed(); }
+  /// Whether `more` seconds are left. The clock on the wall is cheap to read but goes on while other programs run;
+  /// that of the thread has the last word.
+  bool allows(double more) const {
+    return spent_ + elapsed() + more <= allowed_ || thread_seconds() - thread_start_ + more <= allowed_;
+  }
+  /// Seconds since start().
+  double elapsed() const { return std::chrono::duration<double>(Clock::now() - since_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static double thread_seconds() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  }
+  Clock::time_point since_ = Clock::now();
+  double thread_start_ = thread_seconds();
+  double spent_ = 0, allowed_ = kSeconds;
+};
 
 Status refused(std::string_view pattern, std::string_view construct, std::string_view reason) {
   return unsupported("pre_tokenizer: pattern '{}' has {}, which {}", pattern.substr(0, 200), construct,
@@ -49,6 +92,8 @@ Result<std::string> translate(std::string_view pattern) {
         return refused(pattern, "\\C", "would match half a character");
       } else if (next == 'K') {
         return refused(pattern, "\\K", "would let matches overlap");
+      } else if (next == 'G') {
+        return refused(pattern, "\\G", "depends on where a search begins");
       } else {
         out += c;
         if (next != '\0') out += next;
@@ -98,15 +143,37 @@ Result<std::string> translate(std::string_view pattern) {
 }  // namespace
 
 struct PreTokenizer::Step {
-  Owned<pcre2_code> code;
-  bool jit = false;
+  Owned<pcre2_code> anchored;  // matches where the search begins or not at all
+  Owned<pcre2_code> windowed;
+  bool jit = false;     // both have machine code
   std::string pattern;  // as the file has it, for messages
 };
 
 struct PreTokenizer::Scratch::Impl {
-  Owned<pcre2_match_context> context;
+  Owned<pcre2_match_context> anchored, windowed;
   Owned<pcre2_jit_stack> jit_stack;
   std::vector<Owned<pcre2_match_data>> match_data;  // by step
+
+  Budget budget;
+  size_t walked = 0;  // since the last look at the clock
+  std::vector<std::string_view> words;
+  const Sink* sink = nullptr;
+
+  void flush() {
+    budget.stop();
+    for (const std::string_view word : words) (*sink)(word);
+    words.clear();
+    budget.start();
+  }
+
+  struct Match {
+    bool found = false;
+    size_t begin = 0, end = 0;
+  };
+  /// A match at `search`, where nearly all matches of published patterns are. False: find_further() knows.
+  bool find_here(size_t step_index, const Step& step, std::string_view text, size_t search, Match& match);
+  /// The first match at or behind `search`.
+  Result<Match> find_further(size_t step_index, const Step& step, std::string_view text, size_t search);
 };
 
 PreTokenizer::PreTokenizer() = default;
@@ -140,35 +207,41 @@ Status PreTokenizer::add_step(std::string_view pattern) {
   Owned<pcre2_compile_context> context(pcre2_compile_context_create(nullptr));
   if (!context) return Status(Code::out_of_memory, "pre_tokenizer: no memory for a pattern");
   pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
-  int code = 0;
-  PCRE2_SIZE offset = 0;
-  Owned<pcre2_code> compiled(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
-                                           PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &code, &offset,
-                                           context.get()));
-  if (!compiled) {
-    PCRE2_UCHAR message[256];
-    pcre2_get_error_message(code, message, sizeof(message));
-    return invalid_argument("pre_tokenizer: pattern '{}': {}", pattern.substr(0, 200),
-                            reinterpret_cast<const char*>(message));
-  }
   Step step;
-  step.jit = pcre2_jit_compile(compiled.get(), PCRE2_JIT_COMPLETE) == 0;
-  step.code = std::move(compiled);
+  step.jit = true;
   step.pattern = pattern;
+  for (const auto& [compiled, option] :
+       {std::pair(&step.anchored, PCRE2_ANCHORED), std::pair(&step.windowed, PCRE2_USE_OFFSET_LIMIT)}) {
+    int code = 0;
+    PCRE2_SIZE offset = 0;
+    compiled->reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
+                                  PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | option, &code, &offset,
+                                  context.get()));
+    if (!*compiled) {
+      PCRE2_UCHAR message[256];
+      pcre2_get_error_message(code, message, sizeof(message));
+      return invalid_argument("pre_tokenizer: pattern '{}': {}", pattern.substr(0, 200),
+                              reinterpret_cast<const char*>(message));
+    }
+    step.jit = pcre2_jit_compile(compiled->get(), PCRE2_JIT_COMPLETE) == 0 && step.jit;
+  }
   steps_.push_back(std::move(step));
   return {};
 }
 
 PreTokenizer::Scratch::Scratch(const PreTokenizer& owner) : impl_(std::make_unique<Impl>()) {
-  impl_->context.reset(pcre2_match_context_create(nullptr));
+  impl_->anchored.reset(pcre2_match_context_create(nullptr));
+  impl_->windowed.reset(pcre2_match_context_create(nullptr));
+  if (impl_->anchored) pcre2_set_match_limit(impl_->anchored.get(), kFirstMatchLimit);
   for (const Step& step : owner.steps_) {
     // Only the whole match is of interest, not its groups.
     impl_->match_data.emplace_back(pcre2_match_data_create(1, nullptr));
     if (step.jit && !impl_->jit_stack) {
       // JIT code would otherwise take its stack from the thread's, which may be small.
       impl_->jit_stack.reset(pcre2_jit_stack_create(32 << 10, 1 << 20, nullptr));
-      if (impl_->jit_stack && impl_->context) {
-        pcre2_jit_stack_assign(impl_->context.get(), nullptr, impl_->jit_stack.get());
+      for (const auto* context : {&impl_->anchored, &impl_->windowed}) {
+        if (impl_->jit_stack && *context)
+          pcre2_jit_stack_assign(context->get(), nullptr, impl_->jit_stack.get());
       }
     }
   }
@@ -176,47 +249,111 @@ PreTokenizer::Scratch::Scratch(const PreTokenizer& owner) : impl_(std::make_uniq
 
 PreTokenizer::Scratch::~Scratch() = default;
 
+bool PreTokenizer::Scratch::Impl::find_here(size_t step_index, const Step& step, std::string_view text,
+                                            size_t search, Match& match) {
+  walked += std::min(text.size() - search, kMaxWalk) + 1;
+  if (walked >= kBytesPerLook) return false;
+  const PCRE2_SPTR subject = reinterpret_cast<PCRE2_SPTR>(text.data());
+  pcre2_match_data* data = match_data[step_index].get();
+  const int found =
+      step.jit ? pcre2_jit_match(step.anchored.get(), subject, text.size(), search, 0, data, anchored.get())
+               : pcre2_match(step.anchored.get(), subject, text.size(), search, PCRE2_NO_UTF_CHECK, data,
+                             anchored.get());
+  if (found < 0) return false;
+  match = {true, search, pcre2_get_ovector_pointer(data)[1]};
+  return true;
+}
+
+Result<PreTokenizer::Scratch::Impl::Match> PreTokenizer::Scratch::Impl::find_further(size_t step_index,
+                                                                                     const Step& step,
+                                                                                     std::string_view text,
+                                                                                     size_t search) {
+  pcre2_match_data* data = match_data[step_index].get();
+  const PCRE2_SPTR subject = reinterpret_cast<PCRE2_SPTR>(text.data());
+  const uint64_t most = std::min<uint64_t>(kMatchLimitPerByte * text.size() + kMatchLimitBase, UINT32_MAX);
+  uint64_t limit = kFirstMatchLimit;
+  double last_try = 0;  // seconds
+  const auto gave_up = [&](std::string_view why) {
+    return invalid_argument("tokenizer: pattern '{}' gave up on a piece of {} bytes: {}",
+                            step.pattern.substr(0, 200), text.size(), why);
+  };
+  while (true) {
+    // Starts of a match up to `window_end` are tried.
+    const size_t walk = std::min(text.size() - search, kMaxWalk) + 1;
+    const size_t window_end = std::min(search + kBytesPerLook / walk, text.size());
+    if (walked >= kBytesPerLook || limit > kFirstMatchLimit) {
+      // A try with a larger limit takes longer by about as much.
+      if (!budget.allows(kMatchLimitGrowth * last_try)) return gave_up("it takes too long");
+      walked = 0;
+    }
+    pcre2_set_offset_limit(windowed.get(), window_end);
+    pcre2_set_match_limit(windowed.get(), static_cast<uint32_t>(limit));
+    const double begin = limit > kFirstMatchLimit ? budget.elapsed() : 0;
+    int found = pcre2_match(step.windowed.get(), subject, text.size(), search, PCRE2_NO_UTF_CHECK, data,
+                            windowed.get());
+    if (found == PCRE2_ERROR_JIT_STACKLIMIT) {
+      // The interpreter keeps its backtracking points on the heap.
+      found = pcre2_match(step.windowed.get(), subject, text.size(), search,
+                          PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, data, windowed.get());
+    }
+    if (found == PCRE2_ERROR_MATCHLIMIT && limit < most) {
+      last_try = limit > kFirstMatchLimit ? budget.elapsed() - begin : 0;
+      limit = std::min(limit * kMatchLimitGrowth, most);
+      continue;
+    }
+    if (found == PCRE2_ERROR_MATCHLIMIT) return gave_up("it backtracks without end");
+    if (found == PCRE2_ERROR_NOMATCH) {
+      if (window_end == text.size()) return Match{};
+      walked += (window_end - search + 1) * walk;
+      search = window_end + 1;
+      while (search < text.size() && (static_cast<unsigned char>(text[search]) & 0xC0) == 0x80) ++search;
+      limit = kFirstMatchLimit;
+      last_try = 0;
+      continue;
+    }
+    if (found < 0) return gave_up(fmt::format("PCRE2 error {}", found));
+    const PCRE2_SIZE* match = pcre2_get_ovector_pointer(data);
+    walked += (match[0] - search + 1) * walk;
+    return Match{true, match[0], match[1]};
+  }
+}
+
 Status PreTokenizer::split(std::string_view text, Scratch& scratch, const Sink& sink) const {
-  if (!scratch.impl_->context || std::any_of(scratch.impl_->match_data.begin(),
-                                             scratch.impl_->match_data.end(), [](auto& d) { return !d; })) {
+  Scratch::Impl& impl = *scratch.impl_;
+  if (!impl.anchored || !impl.windowed ||
+      std::any_of(impl.match_data.begin(), impl.match_data.end(), [](auto& d) { return !d; })) {
     return Status(Code::out_of_memory, "tokenizer: no memory to match a pattern");
   }
-  return split_from(0, text, scratch, sink);
+  impl.sink = &sink;
+  impl.words.clear();
+  impl.budget.grant(text.size());
+  impl.budget.start();
+  const Status status = split_from(0, text, impl);
+  impl.flush();
+  impl.budget.stop();
+  return status;
 }
 
 // Recursion is as deep as there are steps.
-Status PreTokenizer::split_from(size_t step_index, std::string_view text, Scratch& scratch,
-                                const Sink& sink) const {
+Status PreTokenizer::split_from(size_t step_index, std::string_view text, Scratch::Impl& scratch) const {
   if (text.empty()) return {};
   if (step_index == steps_.size()) {
-    sink(text);
+    scratch.words.push_back(text);
+    if (scratch.words.size() == kWordsPerFlush) scratch.flush();
     return {};
   }
   const Step& step = steps_[step_index];
-  pcre2_match_context* context = scratch.impl_->context.get();
-  pcre2_match_data* data = scratch.impl_->match_data[step_index].get();
-  const uint64_t limit = uint64_t{kMatchLimitPerByte} * text.size() + kMatchLimitBase;
-  const PCRE2_SPTR subject = reinterpret_cast<PCRE2_SPTR>(text.data());
-
+  Scratch::Impl::Match match;
   size_t piece_start = 0;  // everything before it went to the next step
   for (size_t search = 0; search <= text.size();) {
-    pcre2_set_match_limit(context, static_cast<uint32_t>(std::min<uint64_t>(limit, UINT32_MAX)));
-    int found = pcre2_match(step.code.get(), subject, text.size(), search, PCRE2_NO_UTF_CHECK, data, context);
-    if (found == PCRE2_ERROR_JIT_STACKLIMIT) {
-      // The interpreter keeps its backtracking points on the heap.
-      found = pcre2_match(step.code.get(), subject, text.size(), search, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT,
-                          data, context);
+    if (!scratch.find_here(step_index, step, text, search, match)) {
+      VIVACE_TRY_ASSIGN(match, scratch.find_further(step_index, step, text, search));
     }
-    if (found == PCRE2_ERROR_NOMATCH) break;
-    if (found < 0) {
-      return invalid_argument("tokenizer: pattern '{}' gave up on a piece of {} bytes (PCRE2 error {})",
-                              step.pattern.substr(0, 200), text.size(), found);
-    }
-    const PCRE2_SIZE* match = pcre2_get_ovector_pointer(data);
-    const size_t begin = match[0], end = match[1];
+    if (!match.found) break;
+    const size_t begin = match.begin, end = match.end;
     if (end <= begin) {  // an empty match splits here and the search goes on after the next character
       if (begin > piece_start) {
-        VIVACE_TRY(split_from(step_index + 1, text.substr(piece_start, begin - piece_start), scratch, sink));
+        VIVACE_TRY(split_from(step_index + 1, text.substr(piece_start, begin - piece_start), scratch));
         piece_start = begin;
       }
       if (begin >= text.size()) break;
@@ -224,12 +361,12 @@ Status PreTokenizer::split_from(size_t step_index, std::string_view text, Scratc
       continue;
     }
     if (begin > piece_start) {
-      VIVACE_TRY(split_from(step_index + 1, text.substr(piece_start, begin - piece_start), scratch, sink));
+      VIVACE_TRY(split_from(step_index + 1, text.substr(piece_start, begin - piece_start), scratch));
     }
-    VIVACE_TRY(split_from(step_index + 1, text.substr(begin, end - begin), scratch, sink));
+    VIVACE_TRY(split_from(step_index + 1, text.substr(begin, end - begin), scratch));
     piece_start = search = end;
   }
-  return split_from(step_index + 1, text.substr(piece_start), scratch, sink);
+  return split_from(step_index + 1, text.substr(piece_start), scratch);
 }
 
 }  // namespace vivace::model

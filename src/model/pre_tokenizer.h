@@ -21,14 +21,15 @@ class PreTokenizer {
 
   /// Adds a step. `pattern` is written for Oniguruma, as tokenizer.json files are; `\s` means Unicode's
   /// White_Space there, which PCRE2's does not. unsupported: a construct that PCRE2 reads otherwise (`&&` and
-  /// nested sets in a class, `\h`, `(?m`, `{n,m}+`). invalid_argument: not a pattern.
+  /// nested sets in a class, `\h`, `\G`, `(?m`, `{n,m}+`). invalid_argument: not a pattern.
   Status add_step(std::string_view pattern);
 
   /// A pattern that matches exactly `text`.
   static std::string literal(std::string_view text);
 
   using Sink = std::function<void(std::string_view word)>;
-  /// Match memory of split(); make one per call of encode and reuse it for its pieces.
+  /// Match memory of split() and the time it may still take; make one per call of encode and reuse it for its
+  /// pieces.
   class Scratch {
    public:
     explicit Scratch(const PreTokenizer& owner);
@@ -41,8 +42,9 @@ class PreTokenizer {
     struct Impl;
     std::unique_ptr<Impl> impl_;
   };
-  /// `text` must be valid UTF-8. Words are views into it, in order. invalid_argument: a pattern exceeded its
-  /// match limit, which grows with the text.
+  /// `text` must be valid UTF-8. Words are views into it, in order. invalid_argument: matching took more than half
+  /// a second and 2 microseconds per byte given to `scratch` so far (CPU time, about 50 times what published
+  /// patterns take), or a single match more backtracking than a limit that grows with the text.
   Status split(std::string_view text, Scratch& scratch, const Sink& sink) const;
 
   static constexpr size_t kMaxSteps = 16;
@@ -50,7 +52,7 @@ class PreTokenizer {
 
  private:
   struct Step;
-  Status split_from(size_t step, std::string_view text, Scratch& scratch, const Sink& sink) const;
+  Status split_from(size_t step, std::string_view text, Scratch::Impl& scratch) const;
 
   std::vector<Step> steps_;
 };

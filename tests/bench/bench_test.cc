@@ -241,6 +241,50 @@ TEST(Html, EscapesWhatComesFromOutside) {
   EXPECT_NO_THROW(to_json(report).dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
 }
 
+/// The number behind `name="` in `element`.
+double attribute(const std::string& element, const std::string& name) {
+  return std::stod(element.substr(element.find(" " + name + "=\"") + name.size() + 3));
+}
+
+TEST(Svg, ZeroHasNoSign) {
+  for (const double high : {0.9, 1.0, 5.0, 1e-3}) {
+    const std::string svg = Plot(340, 250, {"x", 0, high}, {"y", 0, high}).svg("t");
+    EXPECT_EQ(svg.find(">-0"), std::string::npos) << high;
+  }
+}
+
+TEST(Svg, ScalesWithTheWindow) {
+  const std::string svg = Plot(340, 250, {"x", 0, 1}, {"y", 0, 1}).svg("t");
+  EXPECT_NE(svg.find("viewBox=\"0 0 340 250\""), std::string::npos);
+  EXPECT_EQ(svg.substr(0, svg.find('>')).find(" width="), std::string::npos);
+  // No column of a grid is wider than the window.
+  const std::string html = to_html({});
+  for (size_t at = html.find("minmax("); at != std::string::npos; at = html.find("minmax(", at + 1)) {
+    const std::string least = html.substr(at + 7, html.find(',', at) - at - 7);
+    EXPECT_TRUE(least.starts_with("min(") || std::stod(least) <= 320) << least;
+  }
+}
+
+/// What is behind a label covers the lines, and comes after them.
+TEST(Svg, LinesOfMarkersEndAtLabels) {
+  for (const double at : {0.1, 0.5, 0.9}) {
+    Plot plot(340, 250, {"x", 0, 1}, {"y", 0, 1});
+    plot.marker(at, "median 12.3", 0);
+    plot.marker(at + 0.01, "P90 14.5", 1);
+    const std::string svg = plot.svg("t");
+    const size_t back = svg.find("<rect class=\"markback\""), text = svg.find("median 12.3");
+    ASSERT_NE(back, std::string::npos);
+    EXPECT_GT(back, svg.rfind("class=\"mark\""));
+    EXPECT_GT(text, back);
+    const std::string rect = svg.substr(back, svg.find('>', back) - back);
+    const size_t label = svg.rfind("<text", text);
+    const double x = attribute(svg.substr(label, text - label), "x");
+    const double left = attribute(rect, "x"), width = attribute(rect, "width");
+    EXPECT_GE(width, 11 * 6);
+    EXPECT_TRUE(x >= left && x <= left + width) << x;
+  }
+}
+
 TEST(Html, PrettyNumbers) {
   EXPECT_EQ(pretty(0.456), "0.46");
   EXPECT_EQ(pretty(12.34), "12.3");

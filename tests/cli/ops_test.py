@@ -31,16 +31,30 @@ class Explain(Case):
         for model, layers in [(QWEN, 4), (HY3, 3)]:
             uses = self.ok("ops", "explain", "--model", model, "--batch", 3, "--json").json
             for use in uses:
-                self.assertEqual(set(use), {"layer", "op", "row", "batch", "refused"})
+                self.assertEqual(set(use), {"layer", "op", "row", "phase", "batch", "refused"})
                 self.assertTrue(use["row"], use)
                 for refusal in use["refused"]:
                     self.assertEqual(set(refusal), {"row", "reason"})
             self.assertEqual({use["layer"] for use in uses if use["layer"] >= 0}, set(range(layers)))
-            self.assertIn("fused_moe", {use["op"] for use in uses})
+            for phase, batch, attention in [("decode", 3, "attention_decode"), ("prefill", 512, "attention_prefill")]:
+                step = [use for use in uses if use["phase"] == phase]
+                self.assertEqual({use["batch"] for use in step}, {batch})
+                self.assertEqual({use["op"] for use in step if use["op"].startswith("attention_")},
+                                 {"attention_prologue", attention})
+                self.assertIn("fused_moe", {use["op"] for use in step})
+                self.assertEqual(step[-1]["op"], "sampler")
+
+    def test_the_chunk_is_as_long_as_budget_and_context_allow(self):
+        for budget, context, tokens in [(64, 128, 64), (256, 100, 100)]:
+            uses = self.ok("ops", "explain", "--model", QWEN, "--token-budget", budget, "--max-model-len", context,
+                           "--json").json
+            self.assertEqual({use["batch"] for use in uses if use["phase"] == "prefill"}, {tokens})
 
     def test_table_folds_layers(self):
         text = self.ok("ops", "explain", "--model", QWEN).text
-        self.assertIn("layers 0-3", text)
+        self.assertIn("one decode step of 1 request\n", text)
+        self.assertIn("one prompt chunk of 512 tokens\n", text)
+        self.assertEqual(text.count("layers 0-3"), 2)
 
     def test_prefer(self):
         uses = self.ok("ops", "explain", "--model", QWEN, "--prefer", "rms_norm=reference", "--json").json

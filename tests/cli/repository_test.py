@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 
 from vivace import BINARY, Case, ROOT, SANITIZED, main, vivace
 
@@ -70,6 +71,12 @@ def commands(document):
 
 
 class Documents(Case):
+    def test_list_of_field_cases_is_current(self):
+        made = subprocess.run([sys.executable, ROOT / "tools" / "field_cases.py"], capture_output=True, text=True, check=True)
+        page = (ROOT / "docs" / "field-cases.md").read_text()
+        self.assertEqual(page, made.stdout, "stale: tools/field_cases.py > docs/field-cases.md")
+        self.assertGreater(page.count("https://github.com/"), 40)
+
     def test_commands_exist(self):
         checked = 0
         for document in DOCUMENTS:

@@ -61,7 +61,8 @@ class UsageErrors(Case):
             "--device": (["gpu", "cuda:x"], "needs cpu, cuda or cuda:N"),
             "--dtype": (["bf16", "int4"], "needs auto or f32"),
             "--kv-dtype": (["fp8", "q4"], "needs f32 or bf16"),
-            "--threads": (["0", "-2", "x"], "needs an integer from 1 to 1024"),
+            "--threads": (["0", "-2", "x", "1000000"], "needs an integer from 1 to"),
+            "--stop": ([""], "needs at least one character"),
             "--router-mode": (["fast"], "needs exact or two_term"),
             "--max-model-len": (["0"], "needs an integer of at least 1"),
             "--max-batch": (["0"], "needs an integer from 1"),
@@ -79,6 +80,21 @@ class UsageErrors(Case):
                     if flag not in ("--prefer", "--prompt-ids"):  # these name the part that does not fit
                         self.assertIn(f"'{value}'", run.err)
 
+    def test_a_flag_is_named_once(self):
+        for flag, value in [("--stop", ""), ("--logit-bias", "5"), ("--threads", "0"), ("--top-p", "2")]:
+            self.assertEqual(vivace(*GENERATE, flag, value).err.split("\n")[0].count(flag), 1, flag)
+
+    def test_values_of_repeated_flags(self):
+        run = self.ok(*GENERATE, "--max-tokens", 2, "--stop", "{}", "--stop", "[]", "--logit-bias", "5=1", "--logit-bias",
+                      "6=-1.5", "--json")
+        self.assertEqual(len(run.json["ids"]), 2)
+
+    def test_threads_are_bounded_by_the_cores(self):
+        cores = self.ok("doctor", "--json").json["cores"]
+        run = self.fails(2, f"needs an integer from 1 to {4 * cores}", *GENERATE, "--threads", 4 * cores + 1)
+        self.assertIn(f"4 for each of the {cores} core", run.err)
+        self.ok(*GENERATE, "--max-tokens", 1, "--threads", 4 * cores)
+
     def test_bench_and_score_values(self):
         bench = ["bench", "serve", "--model", HY3]
         self.fails(2, "needs uniform or mixed", *bench, "--workload", "bursty")
@@ -94,10 +110,12 @@ class Failures(Case):
     def test_model_that_is_not_there(self):
         for command in [["generate", "--prompt", "x"], ["tokenize", "--text", "x"], ["bench", "serve"],
                         ["ops", "explain"], ["doctor"], ["score", "--text-file", "x", "--window", "8"]]:
-            self.fails(1, "/nowhere/model.gguf", *command, "--model", "/nowhere/model.gguf")
+            run = self.fails(1, "/nowhere/model.gguf", *command, "--model", "/nowhere/model.gguf")
+            self.assertIn("a .gguf file, or a folder with config.json, safetensors and tokenizer.json", run.err)
 
     def test_folder_without_config(self):
-        self.fails(1, "config.json", "generate", "--model", HY3.parent, "--prompt", "x")
+        run = self.fails(1, "config.json", "generate", "--model", HY3.parent, "--prompt", "x")
+        self.assertIn("a .gguf file, or a folder with", run.err)
 
     def test_file_that_is_no_model(self):
         run = vivace("generate", "--model", QWEN / "sample.txt", "--prompt", "x")
@@ -110,6 +128,15 @@ class Failures(Case):
 
     def test_model_without_chat_template(self):
         self.fails(1, "no chat template", "generate", "--model", QWEN, "--chat", "x")
+
+    def test_the_engine_names_flags(self):
+        for flags, says in [(["--max-model-len", "99999999"], "--max-model-len is 99999999, needs at most"),
+                            (["--kv-memory", "1"], "--kv-memory is 1, needs at least"),
+                            (["--token-budget", "8"], "--token-budget is 8, needs at least --max-batch = 64"),
+                            (["--max-model-len", "16", "--max-tokens", "15"], "--max-tokens is 15: the context holds 16"),
+                            (["--device", "cuda"], "--device is 'cuda'")]:
+            run = self.fails(1, says, *GENERATE, *flags)
+            self.assertNotRegex(run.err, r"[a-z]_[a-z]")
 
     def test_id_outside_the_vocabulary(self):
         self.fails(1, "999999", "generate", "--model", HY3, "--prompt-ids", "1,999999")

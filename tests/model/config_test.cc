@@ -182,7 +182,7 @@ TEST(HfConfig, EndIdsFromBothFiles) {
   EXPECT_EQ(parsed(with(llama(), "bos_token_id", 1)).bos_id, 1);
   expect_refused(with(llama(), "eos_token_id", "2"), "eos_token_id is \"2\"");
   expect_refused(with(llama(), "eos_token_id", {-1}), "eos_token_id is -1");
-  expect_refused(with(llama(), "eos_token_id", 100), "an eos id is 100, needs a value in [0, 99]");
+  expect_refused(with(llama(), "eos_token_id", 100), "eos_token_id is 100, needs a value in [0, 99]");
   const auto bad = parse_hf_config(llama().dump(), R"({"eos_token_id":3000000000})");
   ASSERT_FALSE(bad.ok());
   EXPECT_EQ(bad.status().message().rfind("generation_config.json: eos_token_id is 3000000000", 0), 0u)
@@ -209,23 +209,25 @@ TEST(HfConfig, SizesAreChecked) {
          {json(0), json(-1), json(1.5), json("8"), json(true), json(int64_t{1} << 40), json(~uint64_t{0})})
       expect_refused(with(llama(), field, value), std::string(field) + " is " + value.dump());
   }
-  expect_refused(with(llama(), "num_key_value_heads", 3), "heads_q is 4, needs a multiple of heads_kv = 3");
-  expect_refused(with(llama(), "num_key_value_heads", 8), "heads_kv is 8");
+  expect_refused(with(llama(), "num_key_value_heads", 3),
+                 "config.json: model configuration: num_attention_heads is 4, needs a multiple of "
+                 "num_key_value_heads = 3");
+  expect_refused(with(llama(), "num_key_value_heads", 8), "num_key_value_heads is 8");
   expect_refused(with(llama(), "num_attention_heads", 5), "head_dim is missing");
-  expect_refused(with(llama(), "head_dim", 5), "rotary_dim is 5, needs an even number");
-  expect_refused(with(llama(), "rms_norm_eps", 0), "rms_eps is 0");
+  expect_refused(with(llama(), "head_dim", 5), "head_dim is 5, needs an even number");
+  expect_refused(with(llama(), "rms_norm_eps", 0), "rms_norm_eps is 0");
   expect_refused(with(llama(), "rms_norm_eps", "1e-6"), "rms_norm_eps is \"1e-6\"");
   expect_refused(with(llama(), "tie_word_embeddings", 1), "tie_word_embeddings is 1");
-  expect_refused(with(qwen(), "num_experts_per_tok", 9), "top_k is 9, needs a value in [1, 8]");
+  expect_refused(with(qwen(), "num_experts_per_tok", 9), "num_experts_per_tok is 9, needs a value in [1, 8]");
   EXPECT_EQ(parsed(with(llama(), "head_dim", 32)).head_dim, 32);
   // What attention takes is what a model may have.
   expect_refused(with(llama(), "head_dim", 514), "head_dim is 514");
   // Each is in range, their product is not.
   expect_refused(
       with(with(with(llama(), "num_attention_heads", 256), "head_dim", 512), "num_hidden_layers", 4096),
-      "layers * heads_kv * head_dim is 536870912");
+      "num_hidden_layers * num_key_value_heads * head_dim is 536870912");
   expect_refused(with(with(hy3(), "num_shared_experts", 65536), "moe_intermediate_size", 4096),
-                 "shared_experts * moe_intermediate is 268435456");
+                 "num_shared_experts * moe_intermediate_size is 268435456");
 }
 
 TEST(HfConfig, SlidingWindowCountsOnlyWhenUsed) {

@@ -299,7 +299,8 @@ TEST(GgufModel, ConfigurationsThatCannotBe) {
                         "llama.rope.scaling.type is 'yarn'", Code::unsupported);
   expect_config_refused(tiny_llama_gguf().u32("llama.attention.key_length", 6), "value_length",
                         Code::unsupported);
-  expect_config_refused(tiny_llama_gguf().u32("tokenizer.ggml.padding_token_id", 6), "pad_id is 6");
+  expect_config_refused(tiny_llama_gguf().u32("tokenizer.ggml.padding_token_id", 6),
+                        "tokenizer.ggml.padding_token_id is 6");
 }
 
 TEST(GgufModel, TensorNames) {

@@ -407,8 +407,9 @@ TEST(Explain, ListsTheCallsOfAStep) {
   LoadedModel loaded(open_checkpoint(kHy3), {}, 64);
   ASSERT_TRUE(loaded.ok());
   std::map<int64_t, std::map<std::string, int>> calls;
-  for (const model::OpUse& use : loaded.model().explain(3, loaded.stream())) {
+  for (const model::OpUse& use : loaded.model().explain(model::Phase::decode, 3, loaded.stream())) {
     EXPECT_FALSE(use.choice.row.empty()) << use.op;
+    EXPECT_EQ(use.phase, model::Phase::decode);
     EXPECT_EQ(use.batch, 3);
     ++calls[use.layer][use.op];
   }
@@ -426,6 +427,25 @@ TEST(Explain, ListsTheCallsOfAStep) {
                               {"router_gemm", 1},
                               {"route_top_k", 1},
                               {"fused_moe", 1}}));
+}
+
+TEST(Explain, ListsTheCallsOfAPromptChunk) {
+  LoadedModel loaded(open_checkpoint(kHy3), {}, 64);
+  ASSERT_TRUE(loaded.ok());
+  std::map<int64_t, std::map<std::string, int>> calls;
+  for (const model::OpUse& use : loaded.model().explain(model::Phase::prefill, 40, loaded.stream())) {
+    EXPECT_FALSE(use.choice.row.empty()) << use.op;
+    EXPECT_EQ(use.phase, model::Phase::prefill);
+    EXPECT_EQ(use.batch, 40);
+    ++calls[use.layer][use.op];
+  }
+  using Counts = std::map<std::string, int>;
+  EXPECT_EQ(calls[-1], (Counts{{"embedding", 1}, {"rms_norm", 1}, {"linear", 1}}));
+  EXPECT_EQ(calls[0], (Counts{{"rms_norm", 2},
+                              {"linear", 4},
+                              {"attention_prologue", 1},
+                              {"attention_prefill", 1},
+                              {"silu_mul", 1}}));
 }
 
 }  // namespace

@@ -358,6 +358,8 @@ TEST(Tokenizer, RefusesWhatItDoesNotKnowByName) {
        Code::invalid_argument, "(a"},
       {R"({"pre_tokenizer": {"pretokenizers": [{"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "[a&&b]"}}]}})",
        Code::unsupported, "&&"},
+      {R"({"pre_tokenizer": {"pretokenizers": [{"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "\\Ga"}}]}})",
+       Code::unsupported, "\\G"},
       {R"({"post_processor": {"type": "BertProcessing"}})", Code::unsupported, "BertProcessing"},
       {R"({"decoder": {"type": "WordPiece"}})", Code::unsupported, "WordPiece"},
       {R"({"added_tokens": [{"id": 0, "content": "<|endoftext|>", "lstrip": true}]})", Code::unsupported,
@@ -410,13 +412,68 @@ TEST(Tokenizer, RefusesBrokenGguf) {
   refused([](auto& s) { s.unk_id = 1 << 20; }, Code::invalid_argument, "unknown_token_id");
 }
 
-TEST(Tokenizer, AnExponentialPatternEndsWithAnError) {
+std::unique_ptr<Tokenizer> tiny_with(const std::string& pattern) {
   json value = tiny_json();
-  value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$";
-  const auto tokenizer = from_json(value);
+  value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern;
+  return from_json(value);
+}
+
+TEST(Tokenizer, AnExponentialPatternEndsWithAnError) {
+  const auto tokenizer = tiny_with("(a+)+$");
   ASSERT_TRUE(tokenizer);
   EXPECT_EQ(tokenizer->encode(repeat("a", 60) + "!", SpecialTokens::parse).status().code(),
             Code::invalid_argument);
+}
+
+// Each is quadratic in the text or worse, by backtracking (which PCRE2 counts, from one start of a match at a
+// time) or by walking over the text without (which it does not count).
+TEST(Tokenizer, TimeOfAHostilePatternIsBounded) {
+  const std::string run = repeat("a", 100'000), long_run = repeat("a", 1'000'000),
+                    pairs = repeat("ab", 50'000);
+  const std::string late_run = repeat("b", 100'000) + repeat("a", 200'000);
+  const struct {
+    const char* pattern;
+    const std::string& text;
+  } cases[] = {
+      {"(?=a*+[cd])a", run},             // a walk to the end from every start
+      {"(?=a*+[cd])a", late_run},        // the same after a text without
+      {"(?=a*+)a", long_run},            // every character a match, each after a walk to the end
+      {"(a|aa)*[cd]", run},              // exponential
+      {"(?:(?=a*+)a)*[cd]", run},        // backtracking, each step with a walk
+      {"(.*)(.*)(.*)[^\\s\\S]", pairs},  // cubic
+      {"(a*)\\1{20}[cd]", run},          // back references
+  };
+  for (const auto& [pattern, text] : cases) {
+    const auto tokenizer = tiny_with(pattern);
+    ASSERT_TRUE(tokenizer);
+    const double start = testing::thread_seconds();
+    const Status status = tokenizer->encode(text, SpecialTokens::parse).status();
+    const double seconds = testing::thread_seconds() - start;
+    EXPECT_TRUE(status.code() == Code::invalid_argument) << pattern;
+    EXPECT_NE(status.message().find(pattern), std::string::npos) << status.message();
+    // What split() allows, as much again for a last try that was predicted to fit, and what passes between two looks
+    // at the clock.
+    EXPECT_LT(seconds, 2 * (0.5 + 2e-6 * static_cast<double>(text.size())) + 1) << pattern;
+  }
+}
+
+// Where the search goes on in windows, the matches are those of one search.
+TEST(Tokenizer, SparseMatchesOfALongText) {
+  const auto tokenizer = tiny_with("(?<=é)x+");
+  ASSERT_TRUE(tokenizer);
+  std::string text;
+  for (int i = 0; i < 40; ++i) text += repeat(i % 2 == 0 ? "ab" : "一é", 20'000 + i) + "éxx";
+  const std::vector<int32_t> ids = encode(*tokenizer, text);
+  EXPECT_TRUE(tokenizer->decode(ids) == text);  // too long to print
+  std::vector<int32_t> pieces;
+  for (int i = 0; i < 40; ++i) {
+    const std::string part = repeat(i % 2 == 0 ? "ab" : "一é", 20'000 + i) + "é";
+    for (const std::string& word : {part, std::string("xx")}) {
+      const std::vector<int32_t> some = encode(*tokenizer, word);
+      pieces.insert(pieces.end(), some.begin(), some.end());
+    }
+  }
+  EXPECT_TRUE(ids == pieces);
 }
 
 }  // namespace

@@ -542,6 +542,22 @@ TEST(AttentionDecode, WorkspaceStaysSmall) {
   EXPECT_LT(*bytes, 200'000'000);
 }
 
+TEST(AttentionDecode, LargeHeadsGoToTheReference) {
+  const AttentionDecodeCase c{
+      {.name = "", .requests = {{20, 1}}, .heads_q = 2, .heads_kv = 1, .head_dim = kMaxHeadDim + 1},
+      {.workers = 1}};
+  AttentionDecodeProblem p(c, 1);
+  const Choice choice = attention_decode_explain(p.args, Stream{});
+  EXPECT_EQ(choice.row, "reference");
+  ASSERT_EQ(choice.refused.size(), 1u);
+  EXPECT_EQ(choice.refused[0].reason, "needs head_dim <= 512, got 513");
+  EXPECT_OK(attention_decode(p.args, Stream{}));
+  Dispatch preference;
+  ASSERT_OK(preference.prefer("attention_decode=cpu"));
+  EXPECT_FAILS(attention_decode(p.args, Stream{.dispatch = &preference}), Code::unsupported,
+               "needs head_dim <= 512, got 513");
+}
+
 /// Lengths or parameters that disagree with the map are refused, not followed.
 TEST(AttentionDecode, RefusesAForeignSchedule) {
   const AttentionDecodeCase c{{.name = "", .requests = {{300, 2}, {64, 1}}}, {.workers = 3}};

@@ -203,6 +203,21 @@ TEST(AttentionPrefill, NothingToDo) {
   EXPECT_OK(attention_prefill(args, Stream{}));
 }
 
+TEST(AttentionPrefill, LargeHeadsGoToTheReference) {
+  const AttentionPrefillCase c{
+      {.name = "", .requests = {{20, 5}}, .heads_q = 2, .heads_kv = 1, .head_dim = kMaxHeadDim + 1}};
+  AttentionPrefillProblem p(c, 1);
+  const Choice choice = attention_prefill_explain(p.args, Stream{});
+  EXPECT_EQ(choice.row, "reference");
+  ASSERT_EQ(choice.refused.size(), 1u);
+  EXPECT_EQ(choice.refused[0].reason, "needs head_dim <= 512, got 513");
+  EXPECT_OK(attention_prefill(p.args, Stream{}));
+  Dispatch preference;
+  ASSERT_OK(preference.prefer("attention_prefill=cpu"));
+  EXPECT_FAILS(attention_prefill(p.args, Stream{.dispatch = &preference}), Code::unsupported,
+               "needs head_dim <= 512, got 513");
+}
+
 TEST(AttentionPrefill, RefusesWhatDisagrees) {
   const AttentionPrefillCase c{{.name = "", .requests = {{20, 5}, {7, 7}}}};
   const auto fails = [&](auto&& change, const char* text) {

@@ -24,6 +24,9 @@ Status check_attention_contents(std::string_view op, const AttentionArgs& args, 
 
 Facts attention_facts(const AttentionArgs& args);
 
+/// What rows need that keep a head on the stack.
+inline constexpr Need kHeadOnStack[] = {{"head_dim", Need::at_most, kMaxHeadDim}};
+
 /// Bytes of q, output, lse and of all keys and values that the page table has room for; flops of all rows
 /// over all of them.
 Cost attention_cost(const AttentionArgs& args);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/ops/attention/args.h"
 #include "vivace/attention_decode.h"
 
 namespace vivace {
@@ -13,10 +14,7 @@ int64_t attention_decode_cpu_workspace(const AttentionDecodeArgs& args, const St
 Facts attention_decode_facts(const AttentionDecodeArgs& args);
 
 inline constexpr Row<AttentionDecodeArgs> kAttentionDecodeRows[] = {
-    {"cpu.schedule",
-     Device::cpu,
-     {},
-     attention_decode_cpu,
+    {"cpu.schedule", Device::cpu, kHeadOnStack, attention_decode_cpu,
      "each thread takes an equal run of key tiles; cut requests are merged by log-sum-exp",
      attention_decode_cpu_workspace},
     {"reference",

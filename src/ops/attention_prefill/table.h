@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/ops/attention/args.h"
 #include "vivace/attention_prefill.h"
 
 namespace vivace {
@@ -12,7 +13,8 @@ Status attention_prefill_cpu(const AttentionPrefillArgs& args, const Stream& str
 Facts attention_prefill_facts(const AttentionPrefillArgs& args);
 
 inline constexpr Row<AttentionPrefillArgs> kAttentionPrefillRows[] = {
-    {"cpu.tiles", Device::cpu, {}, attention_prefill_cpu, "blocks of query rows against blocks of 64 keys"},
+    {"cpu.tiles", Device::cpu, kHeadOnStack, attention_prefill_cpu,
+     "blocks of query rows against blocks of 64 keys"},
     {"reference", Device::cpu, {}, attention_prefill_reference, "float64, straight from the formula"},
 };
 
