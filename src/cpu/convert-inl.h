@@ -25,6 +25,10 @@ struct Bf16 {
 struct F16 {
   using Element = uint16_t;
 };
+/// e4m3, stored only.
+struct Fp8 {
+  using Element = uint8_t;
+};
 
 /// Lanes(d) elements from `p`, as fp32.
 template <class D>
@@ -66,6 +70,25 @@ HWY_INLINE void store_from_f32([[maybe_unused]] D d, F16, hn::Vec<D> v, uint16_t
   const hn::Rebind<hwy::float16_t, D> d16;
   hn::StoreU(hn::DemoteTo(d16, v), d16, reinterpret_cast<hwy::float16_t*>(p));
 }
+/// Saturates at 448, as f32_to_fp8 does.
+template <class D>
+HWY_INLINE void store_from_f32([[maybe_unused]] D d, Fp8, hn::Vec<D> v, uint8_t* p) {
+  const hn::Repartition<uint32_t, D> d32;
+  const hn::Repartition<int32_t, D> i32;
+  const hn::Rebind<uint8_t, D> d8;
+  const auto bits = hn::BitCast(d32, v);
+  const auto magnitude = hn::And(bits, hn::Set(d32, 0x7fffffffu));
+  const auto sign = hn::And(hn::ShiftRight<24>(bits), hn::Set(d32, 0x80u));
+  const auto odd = hn::And(hn::ShiftRight<20>(magnitude), hn::Set(d32, 1u));
+  const auto normal = hn::ShiftRight<20>(
+      hn::Add(hn::Sub(magnitude, hn::Set(d32, 0x3c000000u)), hn::Add(odd, hn::Set(d32, 0x7ffffu))));
+  const auto shift = hn::Set(d, 0x1p14f);  // below 2^-6: adding it rounds at 2^-9
+  const auto small = hn::Sub(hn::BitCast(d32, hn::Add(hn::BitCast(d, magnitude), shift)), hn::BitCast(d32, shift));
+  auto code = hn::IfThenElse(hn::Lt(magnitude, hn::Set(d32, 0x3c800000u)), small, normal);
+  code = hn::IfThenElse(hn::Gt(magnitude, hn::Set(d32, 0x43dfffffu)), hn::Set(d32, 0x7eu), code);
+  code = hn::IfThenElse(hn::Gt(magnitude, hn::Set(d32, 0x7f800000u)), hn::Set(d32, 0x7fu), code);
+  hn::StoreU(hn::DemoteTo(d8, hn::BitCast(i32, hn::Or(code, sign))), d8, p);
+}
 
 HWY_INLINE float load_one(F32, const float* p) {
   return *p;
@@ -86,6 +109,10 @@ HWY_INLINE void store_one(F16, float v, uint16_t* p) {
   *p = f32_to_f16(v);
 }
 
+HWY_INLINE void store_one(Fp8, float v, uint8_t* p) {
+  *p = f32_to_fp8(v);
+}
+
 /// Calls body(F32{}), body(Bf16{}) or body(F16{}) for a plain floating-point `dtype`.
 template <class Body>
 HWY_INLINE void with_storage(DType dtype, Body&& body) {
@@ -102,6 +129,32 @@ HWY_INLINE void with_storage(DType dtype, Body&& body) {
     default:
       break;
   }
+}
+
+/// `count` elements of a plain floating-point array, from element `begin`, as fp32.
+HWY_INLINE void load_floats(DType dtype, const void* data, int64_t begin, int64_t count, float* out) {
+  with_storage(dtype, [&](auto type) {
+    using T = decltype(type);
+    const hn::ScalableTag<float> d;
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+    const auto* from = static_cast<const typename T::Element*>(data) + begin;
+    int64_t i = 0;
+    for (; i + lanes <= count; i += lanes) hn::StoreU(load_as_f32(d, T{}, from + i), d, out + i);
+    for (; i < count; ++i) out[i] = load_one(T{}, from + i);
+  });
+}
+
+/// The other way, rounded to nearest even.
+HWY_INLINE void store_floats(DType dtype, const float* values, int64_t begin, int64_t count, void* data) {
+  with_storage(dtype, [&](auto type) {
+    using T = decltype(type);
+    const hn::ScalableTag<float> d;
+    const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+    auto* to = static_cast<typename T::Element*>(data) + begin;
+    int64_t i = 0;
+    for (; i + lanes <= count; i += lanes) store_from_f32(d, T{}, hn::LoadU(d, values + i), to + i);
+    for (; i < count; ++i) store_one(T{}, values[i], to + i);
+  });
 }
 
 }  // namespace vivace::HWY_NAMESPACE

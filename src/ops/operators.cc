@@ -13,6 +13,7 @@
 #include "src/ops/embedding/table.h"
 #include "src/ops/fused_moe/table.h"
 #include "src/ops/linear/table.h"
+#include "src/ops/quantize_fp8/table.h"
 #include "src/ops/rms_norm/table.h"
 #include "src/ops/route_top_k/table.h"
 #include "src/ops/router_gemm/table.h"
@@ -25,7 +26,7 @@ namespace {
 
 constexpr auto kTables =
     std::tie(kRmsNorm, kLinear, kEmbedding, kAttentionPrologue, kAttentionPrefill, kAttentionDecode,
-             kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe, kSiluMul, kSampler);
+             kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe, kSiluMul, kQuantizeFp8, kSampler);
 
 }  // namespace
 

@@ -23,6 +23,28 @@ TEST(Embedding, EveryRowGivesTheTablesExactValues) {
   }
 }
 
+// Ids that a GPU row meets only when it runs: zeros, and nothing outside the table is read.
+TEST(Embedding, DeviceRowsGiveZerosForIdsOutside) {
+  for (const DType table : {DType::f32, DType::bf16}) {
+    const EmbeddingCase c{"", 6, 10, 136, table, false, table};
+    const EmbeddingProblem shape(c, 1);
+    for (const Stream& stream : test_streams()) {
+      if (stream.device == Device::cpu) continue;
+      for_each_fitting_row(kEmbedding, shape.args, stream, [&](const auto& row) {
+        EmbeddingProblem p(c, 1);
+        const int32_t ids[] = {0, -1, 10, INT32_MIN, INT32_MAX, 9};
+        std::copy(ids, ids + 6, p.ids.as<int32_t>());
+        ASSERT_OK(row.run(p.args, stream));
+        for (int64_t t = 0; t < 6; ++t) {
+          const std::vector<double> got = values_of(p.y.tensor().at(t));
+          const bool outside = ids[t] < 0 || ids[t] >= 10;
+          EXPECT_EQ(got, outside ? std::vector<double>(136, 0) : values_of(p.table.tensor().at(ids[t]))) << t;
+        }
+      });
+    }
+  }
+}
+
 TEST(Embedding, HandWorked) {
   float table[] = {1, 2, 3, 4, 5, 6}, y[4];
   int32_t ids[] = {2, 0};

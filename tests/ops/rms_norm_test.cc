@@ -1,7 +1,7 @@
 #include "src/ops/rms_norm/cases.h"
 
 #include "src/ops/rms_norm/table.h"
-#include "tests/ops/op_test.h"
+#include "tests/ops/fp8_test.h"
 
 namespace vivace {
 namespace {
@@ -9,24 +9,40 @@ namespace {
 TEST(RmsNorm, EveryRowAgreesWithTheReference) {
   for (const RmsNormCase& c : rms_norm_cases(CaseSize::test)) {
     SCOPED_TRACE(c.name);
+    // The reference's y before it is stored: of an fp8 case the same case with f32 x, which holds the same values.
     RmsNormProblem want(c, 1);
-    ASSERT_OK(rms_norm_reference(want.args, Stream{}));
+    const bool fp8 = c.y == DType::fp8_e4m3;
+    Guarded exact(fp8 ? DType::f32 : c.dtype, {c.tokens, c.hidden});
+    RmsNormArgs reference = want.args;
+    reference.y = exact;
+    reference.y_scale = {};
+    ASSERT_OK(rms_norm_reference(reference, Stream{}));
+    // The norm's relative error is half that of the sum of squares, whose terms are all positive; the sum with the
+    // residual, the root and two products round once each.
+    const Bound sum{0, 4 * 0x1p-24 * std::sqrt(static_cast<double>(c.hidden)) + 8 * 0x1p-24};
+    // A sum of x and residual may cancel: its rounding is absolute, scaled by a norm near 1 and weights below 3.
+    const Bound input = c.residual ? Bound{0x1p-24 * 8 * 4, 0} : Bound{};
+    const auto compare = [&](RmsNormProblem& got) {
+      if (fp8) {
+        EXPECT_TRUE(quantised(got.y, got.y_scale, c.scaling, exact, sum + input + Bound::store(DType::f32)));
+        EXPECT_TRUE(got.y_scale.canaries_intact());
+      } else {
+        // The fp32 value may fall on the other side of a tie: one more half ulp.
+        EXPECT_TRUE(close(got.y, exact, Bound::store(c.dtype) + Bound::store(c.dtype) + sum + input));
+      }
+      if (c.residual) {
+        const Bound store = Bound::store(got.residual.tensor().dtype);
+        EXPECT_TRUE(close(got.residual, want.residual, store + store));
+        EXPECT_TRUE(got.residual.canaries_intact());
+      }
+      EXPECT_TRUE(got.y.canaries_intact());
+    };
     for (const Stream& stream : test_streams()) {
       for_each_fitting_row(kRmsNorm, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         RmsNormProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));
-        // The norm's relative error is half that of the sum of squares, whose terms are all positive.
-        const Bound sum{0, 4 * 0x1p-24 * std::sqrt(static_cast<double>(c.hidden)) + 8 * 0x1p-24};
-        // y is computed from the stored residual, which is rounded to the row's type.
-        const Bound input =
-            c.residual ? Bound{2 * Bound::store(c.dtype).relative * 4, Bound::store(c.dtype).relative}
-                       : Bound{};
-        EXPECT_TRUE(close(got.y, want.y, Bound::store(c.dtype) + sum + input));
-        if (c.residual) {
-          EXPECT_TRUE(close(got.residual, want.residual, Bound::store(c.dtype) + Bound{0, 0x1p-23}));
-        }
-        EXPECT_TRUE(got.y.canaries_intact());
+        compare(got);
       });
     }
   }
@@ -56,7 +72,31 @@ TEST(RmsNorm, RefusesWhatDisagrees) {
   args.x.dtype = DType::i32;
   EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "needs x of type f32 or bf16, got i32");
   args = p.args;
-  EXPECT_FAILS(rms_norm(args, Stream{.device = Device::cuda}), Code::unsupported, "reference: runs on cpu");
+  EXPECT_FAILS(rms_norm(args, Stream{.device = Device::cuda}), Code::invalid_argument,
+               "x is on cpu, needs cuda");
+}
+TEST(RmsNorm, RefusesScalesThatDisagree) {
+  RmsNormProblem p(
+      {"", 2, 300, DType::bf16, DType::f32, false, 0, 1e-6, DType::none, DType::fp8_e4m3, Fp8Scaling::block},
+      1);
+  ASSERT_OK(rms_norm(p.args, Stream{}));
+  RmsNormArgs args = p.args;
+  args.y_scale = Tensor();
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "rms_norm: y_scale is absent");
+  args = p.args;
+  args.y_scaling = Fp8Scaling::tensor;
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "y_scale is f32[2, 3]");
+  args = p.args;
+  args.y_scale.shape[1] = 4;
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument,
+               "y_scale.shape[1] is 4, needs blocks = 3 (from ceil(width / 128))");
+  args = p.args;
+  args.y_scale.dtype = DType::i32;
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "needs y_scale of type f32, got i32");
+  RmsNormProblem plain({"", 2, 300}, 1);
+  args = plain.args;
+  args.y_scale = p.args.y_scale;
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "needs none: y is f32");
 }
 
 }  // namespace

@@ -39,26 +39,49 @@ TEST(RouteTopK, EveryRowAgreesWithTheReference) {
   }
 }
 
-/// One token's choice by each row of the table.
+/// One token's choice by each row that accepts it.
 struct Choices {
   std::vector<int32_t> ids;
   std::vector<float> weights;
   float zero_weight = 0;
 };
+struct OneToken {
+  Guarded scores, bias, ids, weights, zero_weight;
+  RouteTopKArgs args;
+
+  OneToken(const std::vector<float>& logits, int64_t top_k, const RouteTopKArgs& rule,
+           const std::vector<float>& biases)
+      : args(rule) {
+    const int64_t experts = static_cast<int64_t>(logits.size());
+    scores = Guarded(DType::f32, {1, experts});
+    std::copy(logits.begin(), logits.end(), scores.as<float>());
+    if (!biases.empty()) {
+      bias = Guarded(DType::f32, {experts});
+      std::copy(biases.begin(), biases.end(), bias.as<float>());
+    }
+    ids = Guarded(DType::i32, {1, top_k});
+    weights = Guarded(DType::f32, {1, top_k});
+    if (rule.zero_experts > 0) zero_weight = Guarded(DType::f32, {1});
+    args.scores = scores;
+    args.correction_bias = bias;
+    args.expert_ids = ids;
+    args.expert_weights = weights;
+    args.zero_weight = zero_weight;
+  }
+};
 template <class Body>
-void with_each_row(std::vector<float> logits, int64_t top_k, RouteTopKArgs args, std::vector<float> bias,
-                   Body&& body) {
-  const int64_t experts = static_cast<int64_t>(logits.size());
-  for (const Row<RouteTopKArgs>& row : kRouteTopKRows) {
-    SCOPED_TRACE(row.name);
-    Choices got{std::vector<int32_t>(top_k, 777), std::vector<float>(top_k, NAN), NAN};
-    args.scores = Tensor(logits.data(), DType::f32, {1, experts});
-    if (!bias.empty()) args.correction_bias = Tensor(bias.data(), DType::f32, {experts});
-    args.expert_ids = Tensor(got.ids.data(), DType::i32, {1, top_k});
-    args.expert_weights = Tensor(got.weights.data(), DType::f32, {1, top_k});
-    if (args.zero_experts > 0) args.zero_weight = Tensor(&got.zero_weight, DType::f32, {1});
-    ASSERT_OK(row.run(args, Stream{}));
-    body(got);
+void with_each_row(const std::vector<float>& logits, int64_t top_k, const RouteTopKArgs& rule,
+                   const std::vector<float>& bias, Body&& body) {
+  const OneToken shape(logits, top_k, rule, bias);
+  for (const Stream& stream : test_streams()) {
+    for_each_fitting_row(kRouteTopK, shape.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      OneToken token(logits, top_k, rule, bias);
+      ASSERT_OK(row.run(token.args, stream));
+      const float* weights = token.weights.as<float>();
+      body(Choices{ids_of(token.ids), std::vector<float>(weights, weights + top_k),
+                   rule.zero_experts > 0 ? token.zero_weight.as<float>()[0] : NAN});
+    });
   }
 }
 void expect_near(const std::vector<float>& got, const std::vector<double>& want, double tolerance = 1e-5) {
@@ -101,18 +124,26 @@ TEST(RouteTopK, TiesGoToTheLowerId) {
 }
 
 TEST(RouteTopK, ManyTiesAgreeWithTheReference) {
-  std::mt19937 rng(9);
-  for (int round = 0; round < 200; ++round) {
-    RouteTopKProblem want({"", 1, 64, 8}, 1), got({"", 1, 64, 8}, 1);
-    for (int e = 0; e < 64; ++e) {
-      want.scores.as<float>()[e] = got.scores.as<float>()[e] =
-          static_cast<float>(static_cast<int>(rng() % 5));
+  for (const int64_t groups : {1, 8}) {
+    RouteTopKCase c{"", 200, 64, 8};
+    c.groups = groups;
+    c.top_groups = groups == 1 ? 1 : 3;
+    const auto make = [&] {
+      auto p = std::make_unique<RouteTopKProblem>(c, 1);
+      std::mt19937 rng(9);
+      for (int64_t i = 0; i < 200 * 64; ++i) p->scores.as<float>()[i] = static_cast<float>(rng() % 5);
+      return p;
+    };
+    const auto want = make();
+    ASSERT_OK(route_top_k_reference(want->args, Stream{}));
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kRouteTopK, want->args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        const auto got = make();
+        ASSERT_OK(row.run(got->args, stream));
+        ASSERT_EQ(ids_of(got->args.expert_ids), ids_of(want->args.expert_ids));
+      });
     }
-    want.args.groups = got.args.groups = round % 2 ? 1 : 8;
-    want.args.top_groups = got.args.top_groups = round % 2 ? 1 : 3;
-    ASSERT_OK(route_top_k_reference(want.args, Stream{}));
-    ASSERT_OK(route_top_k(got.args, Stream{}));
-    ASSERT_EQ(ids_of(got.args.expert_ids), ids_of(want.args.expert_ids)) << round;
   }
 }
 
@@ -214,10 +245,11 @@ TEST(RouteTopK, RefusesWhatDisagrees) {
   refuses([](auto& a) { a.zero_experts = 1; }, "zero_weight is absent with zero_experts = 1");
   refuses([](auto& a) { a.scale = NAN; }, "scale is nan, needs a finite number");
   refuses([](auto& a) { a.scores.dtype = DType::bf16; }, "needs scores of type f32, got bf16");
-  EXPECT_FAILS(route_top_k(p.args, Stream{.device = Device::cuda}), Code::unsupported,
-               "reference: runs on cpu");
+  EXPECT_FAILS(route_top_k(p.args, Stream{.device = Device::cuda}), Code::invalid_argument,
+               "scores is on cpu, needs cuda");
   RouteTopKProblem wide({"", 1, 1025, 2}, 1);
-  EXPECT_EQ(route_top_k_explain(wide.args, Stream{}).refused[0].reason, "needs experts <= 1024, got 1025");
+  EXPECT_EQ(route_top_k_explain(wide.args, Stream{}).refused.back().reason,
+            "needs experts <= 1024, got 1025");
 }
 
 }  // namespace

@@ -9,7 +9,8 @@ Facts embedding_facts(const EmbeddingArgs& args) {
   return Facts()
       .add("tokens", args.ids.shape[0])
       .add("hidden", args.table.shape[1])
-      .add("table", args.table.dtype);
+      .add("table", args.table.dtype)
+      .add("y", args.y.dtype);
 }
 
 Status embedding(const EmbeddingArgs& args, const Stream& stream) {
@@ -21,7 +22,7 @@ Status embedding(const EmbeddingArgs& args, const Stream& stream) {
       .dtype("table", args.table,
              dtypes_mask(DType::f32, DType::bf16, DType::f16, DType::q4_0, DType::q4_1, DType::q8_0,
                          DType::q4_k, DType::q6_k))
-      .dtype("y", args.y, dtypes_mask(DType::f32));
+      .dtype("y", args.y, dtypes_mask(DType::f32, DType::bf16));
   VIVACE_TRY(check.status());
   const int64_t tokens = args.ids.shape[0], vocab = args.table.shape[0];
   if (args.ids.device == Device::cpu) {  // ids on a GPU are not readable here

@@ -3,6 +3,7 @@
 #include <span>
 
 #include "src/ops/problem.h"
+#include "src/ops/quantize_fp8/cases.h"
 #include "vivace/rms_norm.h"
 
 namespace vivace {
@@ -14,6 +15,9 @@ struct RmsNormCase {
   bool residual = false;
   int64_t row_stride = 0;  ///< 0: contiguous
   double eps = 1e-6;
+  DType residual_type = DType::none;  ///< none: x's
+  DType y = DType::none;              ///< none: x's
+  Fp8Scaling scaling = Fp8Scaling::tensor;
 };
 
 inline constexpr RmsNormCase kRmsNormTestCases[] = {
@@ -27,6 +31,16 @@ inline constexpr RmsNormCase kRmsNormTestCases[] = {
     {"strided rows", 4, 100, DType::f32, DType::bf16, true, 128},
     {"eps dominates", 2, 128, DType::f32, DType::f32, false, 0, 1.0},
     {"wide", 2, 12288, DType::f32, DType::bf16, true},
+    {"fp32 residual", 3, 256, DType::bf16, DType::bf16, true, 0, 1e-6, DType::f32},
+    {"bf16 residual of f32", 3, 77, DType::f32, DType::bf16, true, 0, 1e-6, DType::bf16},
+    {"fp8, static", 5, 512, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none, DType::fp8_e4m3},
+    {"fp8, static, odd width", 2, 7, DType::f32, DType::f32, false, 0, 1e-6, DType::none, DType::fp8_e4m3},
+    {"fp8 per token", 3, 2048, DType::bf16, DType::bf16, true, 0, 1e-6, DType::f32, DType::fp8_e4m3,
+     Fp8Scaling::token},
+    {"fp8 blocks", 3, 2048, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none, DType::fp8_e4m3,
+     Fp8Scaling::block},
+    {"fp8 blocks, odd width", 3, 333, DType::bf16, DType::f32, true, 350, 1e-6, DType::none, DType::fp8_e4m3,
+     Fp8Scaling::block},
 };
 
 inline constexpr RmsNormCase kRmsNormServingCases[] = {
@@ -34,6 +48,9 @@ inline constexpr RmsNormCase kRmsNormServingCases[] = {
     {"Qwen3-30B decode 64", 64, 2048, DType::bf16, DType::bf16, true},
     {"Hy3 decode 64", 64, 4096, DType::bf16, DType::bf16, true},
     {"Hy3 prefill 4096", 4096, 4096, DType::bf16, DType::bf16, true},
+    {"Hy3 decode 64, fp8", 64, 4096, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none, DType::fp8_e4m3},
+    {"Qwen3-30B decode 64, fp8 blocks", 64, 2048, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none,
+     DType::fp8_e4m3, Fp8Scaling::block},
 };
 
 inline std::span<const RmsNormCase> rms_norm_cases(CaseSize size) {
@@ -43,21 +60,30 @@ inline std::span<const RmsNormCase> rms_norm_cases(CaseSize size) {
 
 /// A case with its memory: random inputs, poisoned outputs.
 struct RmsNormProblem {
-  Guarded x, residual, weight, y;
+  Guarded x, residual, weight, y, y_scale;
   RmsNormArgs args;
 
   RmsNormProblem(const RmsNormCase& c, uint32_t seed) {
     std::mt19937 rng(seed);
     x = Guarded(c.dtype, {c.tokens, c.hidden}, c.row_stride);
-    y = Guarded(c.dtype, {c.tokens, c.hidden}, c.row_stride);
+    const DType y_type = c.y == DType::none ? c.dtype : c.y;
+    y = Guarded(y_type, {c.tokens, c.hidden}, c.row_stride);
     weight = Guarded(c.weight, {c.hidden});
     x.random(rng);
     weight.random(rng, 0.3, 1);
     if (c.residual) {
-      residual = Guarded(c.dtype, {c.tokens, c.hidden}, c.row_stride);
+      residual = Guarded(c.residual_type == DType::none ? c.dtype : c.residual_type, {c.tokens, c.hidden},
+                         c.row_stride);
       residual.random(rng);
     }
-    args = {.x = x, .residual = residual, .weight = weight, .y = y, .eps = c.eps};
+    if (y_type == DType::fp8_e4m3) y_scale = random_scales(c.scaling, c.tokens, c.hidden, rng, 0.02);
+    args = {.x = x,
+            .residual = residual,
+            .weight = weight,
+            .y = y,
+            .y_scale = y_scale,
+            .y_scaling = c.scaling,
+            .eps = c.eps};
   }
 };
 

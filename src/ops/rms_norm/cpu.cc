@@ -1,8 +1,8 @@
 // residual += x;  y = v / sqrt(mean(v * v) + eps) * weight         fp32 arithmetic, rows over threads
 //
 // Two numbers for a row of width H in fp32
-//   bytes  8 H, 16 H with a residual     the row stays in the first-level cache between the sum and the
-//   scaling flops  6 H                           0.4 to 0.75 flop per byte: memory is the only roof
+//   bytes  8 H, 16 H with a residual   the row stays in the first-level cache between the sum and the scaling
+//   flops  6 H                         0.4 to 0.75 flop per byte: memory is the only roof
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "src/ops/rms_norm/cpu.cc"
@@ -11,9 +11,9 @@
 
 #include <cmath>
 
-#include "src/cpu/convert-inl.h"
 #include "src/cpu/simd.h"
 #include "src/cpu/thread_pool.h"
+#include "src/ops/quantize_fp8/row-inl.h"
 #include "src/ops/rms_norm/table.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -21,68 +21,82 @@ namespace vivace::HWY_NAMESPACE {
 
 namespace {
 
-/// v = x (+ residual, which becomes v); returns the sum of squares. Four sums of fixed order: a row repeats
-/// bit for bit.
-template <class T>
-float add_and_square(const typename T::Element* x, typename T::Element* residual, int64_t hidden) {
+constexpr int64_t kPiece = kFp8ScaleBlock;  // values that wait in fp32 at a time
+
+/// values += other.
+void add_floats(const float* other, int64_t count, float* values) {
   const hn::ScalableTag<float> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  auto sum0 = hn::Zero(d), sum1 = hn::Zero(d);
-  const auto step = [&](int64_t i, auto& sum) {
-    auto v = load_as_f32(d, T{}, x + i);
-    if (residual != nullptr) {
-      v = hn::Add(v, load_as_f32(d, T{}, residual + i));
-      store_from_f32(d, T{}, v, residual + i);
-    }
-    sum = hn::MulAdd(v, v, sum);
-  };
   int64_t i = 0;
-  for (; i + 2 * lanes <= hidden; i += 2 * lanes) {
-    step(i, sum0);
-    step(i + lanes, sum1);
+  for (; i + lanes <= count; i += lanes) {
+    hn::StoreU(hn::Add(hn::LoadU(d, values + i), hn::LoadU(d, other + i)), d, values + i);
   }
-  float tail = 0;
-  for (; i < hidden; ++i) {
-    float v = load_one(T{}, x + i);
-    if (residual != nullptr) {
-      v += load_one(T{}, residual + i);
-      store_one(T{}, v, residual + i);
-    }
-    tail += v * v;
-  }
-  return hn::GetLane(hn::SumOfLanes(d, hn::Add(sum0, sum1))) + tail;
+  for (; i < count; ++i) values[i] += other[i];
 }
 
-template <class T, class W>
-void scale_row(const typename T::Element* v, const typename W::Element* weight, float scale, int64_t hidden,
-               typename T::Element* y) {
+float sum_of_squares(const float* values, int64_t count) {
+  const hn::ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  auto sum = hn::Zero(d);
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    const auto v = hn::LoadU(d, values + i);
+    sum = hn::MulAdd(v, v, sum);
+  }
+  float tail = 0;
+  for (; i < count; ++i) tail += values[i] * values[i];
+  return hn::GetLane(hn::SumOfLanes(d, sum)) + tail;
+}
+
+/// values *= scale * weight.
+void scale_floats(const float* weight, float scale, int64_t count, float* values) {
   const hn::ScalableTag<float> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   int64_t i = 0;
-  for (; i + lanes <= hidden; i += lanes) {
-    const auto scaled = hn::Mul(load_as_f32(d, T{}, v + i), hn::Set(d, scale));
-    store_from_f32(d, T{}, hn::Mul(scaled, load_as_f32(d, W{}, weight + i)), y + i);
+  for (; i + lanes <= count; i += lanes) {
+    const auto scaled = hn::Mul(hn::LoadU(d, values + i), hn::Set(d, scale));
+    hn::StoreU(hn::Mul(scaled, hn::LoadU(d, weight + i)), d, values + i);
   }
-  for (; i < hidden; ++i) store_one(T{}, load_one(T{}, v + i) * scale * load_one(W{}, weight + i), y + i);
+  for (; i < count; ++i) values[i] = values[i] * scale * weight[i];
 }
 
 }  // namespace
 
 void rms_norm_row(const RmsNormArgs& args, int64_t t) {
   const int64_t hidden = args.x.shape[1];
-  with_storage(args.x.dtype, [&](auto type) {
-    using T = decltype(type);
-    using Element = typename T::Element;
-    const auto* x = args.x.at(t).as<const Element>();
-    auto* residual = args.residual.present() ? args.residual.at(t).as<Element>() : nullptr;
-    const float squares = add_and_square<T>(x, residual, hidden);
-    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(hidden) + static_cast<float>(args.eps));
-    with_storage(args.weight.dtype, [&](auto weight_type) {
-      using W = decltype(weight_type);
-      scale_row<T, W>(residual ? residual : x, args.weight.as<const typename W::Element>(), scale, hidden,
-                      args.y.at(t).as<Element>());
-    });
-  });
+  const Tensor x = args.x.at(t), y = args.y.at(t);
+  const Tensor residual = args.residual.present() ? args.residual.at(t) : Tensor();
+  float other[kPiece];
+  // The unrounded sum; asked for again rather than kept, so that a row of any width needs no scratch.
+  const auto sum = [&](int64_t i, int64_t count, float* values) {
+    load_floats(x.dtype, x.data, i, count, values);
+    if (!residual.present()) return;
+    load_floats(residual.dtype, residual.data, i, count, other);
+    add_floats(other, count, values);
+  };
+  float squares = 0, values[kPiece];
+  for (int64_t i = 0; i < hidden; i += kPiece) {
+    const int64_t count = std::min(kPiece, hidden - i);
+    sum(i, count, values);
+    squares += sum_of_squares(values, count);
+  }
+  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(hidden) + static_cast<float>(args.eps));
+  const auto make = [&](int64_t i, int64_t count, float* out, bool last) {
+    sum(i, count, out);
+    if (last && residual.present()) store_floats(residual.dtype, out, i, count, residual.data);
+    load_floats(args.weight.dtype, args.weight.data, i, count, other);
+    scale_floats(other, scale, count, out);
+  };
+  if (y.dtype == DType::fp8_e4m3) {
+    quantize_columns(make, 0, hidden, args.y_scaling, scales_of(args.y_scale, args.y_scaling, t),
+                     y.as<uint8_t>());
+    return;
+  }
+  for (int64_t i = 0; i < hidden; i += kPiece) {
+    const int64_t count = std::min(kPiece, hidden - i);
+    make(i, count, values, true);
+    store_floats(y.dtype, values, i, count, y.data);
+  }
 }
 
 }  // namespace vivace::HWY_NAMESPACE

@@ -3,12 +3,17 @@
 #include <cmath>
 
 #include "src/core/checks.h"
+#include "src/ops/quantize_fp8/quantize.h"
 #include "src/ops/rms_norm/table.h"
 
 namespace vivace {
 
 Facts rms_norm_facts(const RmsNormArgs& args) {
-  return Facts().add("hidden", args.x.shape[1]).add("x", args.x.dtype).add("weight", args.weight.dtype);
+  return Facts()
+      .add("hidden", args.x.shape[1])
+      .add("x", args.x.dtype)
+      .add("weight", args.weight.dtype)
+      .add("y", args.y.dtype);
 }
 
 Status rms_norm(const RmsNormArgs& args, const Stream& stream) {
@@ -19,18 +24,19 @@ Status rms_norm(const RmsNormArgs& args, const Stream& stream) {
       .tensor("weight", args.weight, {"hidden"})
       .tensor("y", args.y, {"tokens", "hidden"})
       .dtype("x", args.x, kActivations)
-      .dtype("residual", args.residual, dtypes_mask(args.x.dtype))
-      .dtype("y", args.y, dtypes_mask(args.x.dtype))
+      .dtype("residual", args.residual, kActivations)
+      .dtype("y", args.y, dtypes_mask(args.x.dtype, DType::fp8_e4m3))
       .dtype("weight", args.weight, dtypes_mask(DType::f32, DType::f16, DType::bf16))
       .that(std::isfinite(args.eps) && args.eps >= 0, "eps", args.eps, "a finite number >= 0");
-  VIVACE_TRY(check.status());
+  VIVACE_TRY(check_scales("rms_norm", check, "y_scale", args.y, args.y_scale, args.y_scaling, "hidden"));
   if (args.x.elements() == 0) return {};
   return dispatch(kRmsNorm, args, stream);
 }
 
 Cost rms_norm_cost(const RmsNormArgs& args) {
-  const int64_t passes = args.residual.present() ? 4 : 2;  // x, y, and residual read and written
-  return {passes * args.x.bytes() + args.weight.bytes(), 6 * args.x.elements()};
+  const int64_t residual = args.residual.present() ? 2 * args.residual.bytes() : 0;  // read and written
+  const int64_t scales = args.y_scale.present() ? args.y_scale.bytes() : 0;
+  return {args.x.bytes() + residual + args.weight.bytes() + args.y.bytes() + scales, 6 * args.x.elements()};
 }
 
 Choice rms_norm_explain(const RmsNormArgs& args, const Stream& stream) {

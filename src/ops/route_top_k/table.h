@@ -7,17 +7,25 @@ namespace vivace {
 
 Status route_top_k_reference(const RouteTopKArgs& args, const Stream& stream);
 Status route_top_k_cpu(const RouteTopKArgs& args, const Stream& stream);
+Status route_top_k_cuda(const RouteTopKArgs& args, const Stream& stream);
 
 Facts route_top_k_facts(const RouteTopKArgs& args);
 
 /// Added to the sum of the chosen weights before it divides them.
 inline constexpr double kRenormaliseEps = 1e-20;
 
-/// What the rows below keep on the stack for one token.
+/// What the CPU row keeps on the stack for one token.
 inline constexpr int64_t kMaxRouteExperts = 1024;
 inline constexpr Need kRouteOnStack[] = {{"experts", Need::at_most, kMaxRouteExperts}};
+// A token's keys and scores wait in the shared memory of its warp.
+inline constexpr Need kRouteTopKCudaNeeds[] = {{"experts", Need::at_most, 4096},
+                                               {"compute_capability", Need::at_least, 80}};
 
 inline constexpr Row<RouteTopKArgs> kRouteTopKRows[] = {
+#if VIVACE_CUDA
+    {"cuda.warp", Device::cuda, kRouteTopKCudaNeeds, route_top_k_cuda,
+     "a warp per token, k rounds of its maximum"},
+#endif
     {"cpu.simd", Device::cpu, kRouteOnStack, route_top_k_cpu, "fp32 scores, one scan for the k best"},
     {"reference", Device::cpu, {}, route_top_k_reference, "float64, straight from the formula"},
 };

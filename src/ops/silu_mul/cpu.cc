@@ -12,16 +12,40 @@
 
 #include <algorithm>
 
-#include "src/cpu/convert-inl.h"
 #include "src/cpu/math-inl.h"
 #include "src/cpu/simd.h"
 #include "src/cpu/thread_pool.h"
+#include "src/ops/quantize_fp8/row-inl.h"
 #include "src/ops/silu_mul/table.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace vivace::HWY_NAMESPACE {
 
+namespace {
+
+/// Columns [begin, end) of row `t`, quantised.
+void silu_mul_fp8(const SiluMulArgs& args, int64_t t, int64_t begin, int64_t end) {
+  const hn::ScalableTag<float> d;
+  const Tensor gate = args.gate.at(t), up = args.up.at(t);
+  float u[kFp8ScaleBlock] = {};
+  const auto make = [&](int64_t i, int64_t count, float* values, bool) {
+    load_floats(gate.dtype, gate.data, i, count, values);
+    load_floats(up.dtype, up.data, i, count, u);
+    // The last vector may go past `count`, within the block of both arrays.
+    for (int64_t j = count; j < kFp8ScaleBlock && j % static_cast<int64_t>(hn::Lanes(d)) != 0; ++j)
+      values[j] = 0;
+    for (int64_t j = 0; j < count; j += static_cast<int64_t>(hn::Lanes(d))) {
+      hn::StoreU(hn::Mul(silu(d, hn::LoadU(d, values + j)), hn::LoadU(d, u + j)), d, values + j);
+    }
+  };
+  quantize_columns(make, begin, end, args.y_scaling, scales_of(args.y_scale, args.y_scaling, t),
+                   args.y.at(t).as<uint8_t>());
+}
+
+}  // namespace
+
 void silu_mul_part(const SiluMulArgs& args, int64_t t, int64_t begin, int64_t end) {
+  if (args.y.dtype == DType::fp8_e4m3) return silu_mul_fp8(args, t, begin, end);
   with_storage(args.gate.dtype, [&](auto type) {
     using T = decltype(type);
     using Element = typename T::Element;
@@ -55,10 +79,14 @@ Status silu_mul_cpu(const SiluMulArgs& args, const Stream& stream) {
   constexpr int64_t kChunk =
       1024;  // columns of a task: a microsecond, so that one token uses all threads too
   const auto part = VIVACE_SIMD(silu_mul_part);
-  const int64_t intermediate = args.gate.shape[1], chunks = (intermediate + kChunk - 1) / kChunk;
+  static_assert(kChunk % kFp8ScaleBlock == 0, "a block has one scale and is made by one task");
+  const int64_t intermediate = args.gate.shape[1];
+  // A scale per row looks at the whole row.
+  const bool by_row = args.y.dtype == DType::fp8_e4m3 && args.y_scaling == Fp8Scaling::token;
+  const int64_t chunk = by_row ? intermediate : kChunk, chunks = (intermediate + chunk - 1) / chunk;
   cpu::parallel_for(stream.threads, args.gate.shape[0] * chunks, [&](int64_t task, int) {
-    const int64_t begin = task % chunks * kChunk;
-    part(args, task / chunks, begin, std::min(begin + kChunk, intermediate));
+    const int64_t begin = task % chunks * chunk;
+    part(args, task / chunks, begin, std::min(begin + chunk, intermediate));
   });
   return {};
 }

@@ -1,0 +1,142 @@
+// y = e4m3(x / scale)         one pass over memory
+//
+// Two numbers for a row of width W in bf16
+//   bytes  3 W   read x, write y; scales are 4 bytes per 128 elements or per row
+//   flops  2 W   below one flop per byte: memory is the only roof
+//
+// A scale that is given or made from 128 neighbours: a warp per 128 neighbours, whatever the row's width, four of them per
+// lane. A scale made from a row: a block per row, which looks twice; the second look is served by the caches.
+
+#include "src/device/launch.h"
+#include "src/device/ptx.h"
+#include "src/device/row.h"
+#include "src/ops/quantize_fp8/table.h"
+
+namespace vivace {
+
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 256;
+constexpr int kPerLane = kScaleBlock / 32;
+
+struct Params {
+  const void* x;
+  fp8* y;
+  float* scales;
+  int64_t tokens, width, x_stride, y_stride, scale_stride;
+  Fp8Scaling scaling;
+  bool wide;  // every group of four is whole and aligned
+};
+
+/// Elements [begin, begin + 4) of the row as fp32; those past the end are 0.
+template <class X>
+__device__ __forceinline__ void load_four(const X* x, int64_t begin, const Params& p, float (&v)[kPerLane]) {
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) v[j] = 0.f;
+  if (p.wide) {
+    if (begin < p.width) load_floats(x + begin, v);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    if (begin + j < p.width) v[j] = to_float(x[begin + j]);
+  }
+}
+
+__device__ __forceinline__ void store_four(float (&v)[kPerLane], float scale, fp8* y, int64_t begin,
+                                           const Params& p) {
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) v[j] = __fdiv_rn(v[j], scale);
+  if (p.wide) {
+    if (begin < p.width) store_floats(v, y + begin);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    if (begin + j < p.width) y[begin + j] = from_float<fp8>(v[j]);
+  }
+}
+
+template <class X>
+__global__ __launch_bounds__(kThreads) void quantize_blocks_kernel(const __grid_constant__ Params p) {
+  const int64_t blocks = (p.width + kScaleBlock - 1) / kScaleBlock;
+  const int64_t unit = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+  if (unit >= p.tokens * blocks) return;
+  const int64_t token = unit / blocks, block = unit % blocks;
+  const int lane = threadIdx.x % 32;
+  const int64_t begin = block * kScaleBlock + lane * kPerLane;
+  wait_for_previous_kernel();
+  float v[kPerLane];
+  load_four(static_cast<const X*>(p.x) + token * p.x_stride, begin, p, v);
+  float scale;
+  if (p.scaling == Fp8Scaling::block) {
+    float max = 0.f;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) max = MaxMagnitude{}(max, v[j]);
+    scale = made_scale(warp_reduce<MaxMagnitude>(max));
+    if (lane == 0) p.scales[token * p.scale_stride + block] = scale;
+  } else {
+    scale = *p.scales;
+  }
+  let_next_kernel_start();
+  store_four(v, scale, p.y + token * p.y_stride, begin, p);
+}
+
+template <class X>
+__global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_constant__ Params p) {
+  const int64_t token = blockIdx.x;
+  const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
+  fp8* y = p.y + token * p.y_stride;
+  wait_for_previous_kernel();
+  float max = 0.f;
+  for (int64_t begin = int64_t{threadIdx.x} * kPerLane; begin < p.width; begin += kThreads * kPerLane) {
+    float v[kPerLane];
+    load_four(x, begin, p, v);
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) max = MaxMagnitude{}(max, v[j]);
+  }
+  const float scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
+  let_next_kernel_start();
+  if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
+  for (int64_t begin = int64_t{threadIdx.x} * kPerLane; begin < p.width; begin += kThreads * kPerLane) {
+    float v[kPerLane];
+    load_four(x, begin, p, v);
+    store_four(v, scale, y, begin, p);
+  }
+}
+
+}  // namespace
+
+Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
+  const int64_t tokens = args.x.shape[0], width = args.x.shape[1];
+  const int64_t element = info_of(args.x.dtype).block_bytes;
+  const bool wide = width % kPerLane == 0 && alignment_of(args.x) % (kPerLane * element) == 0 &&
+                    alignment_of(args.y) % kPerLane == 0;
+  const Params params{.x = args.x.data,
+                      .y = args.y.as<fp8>(),
+                      .scales = args.scale.as<float>(),
+                      .tokens = tokens,
+                      .width = width,
+                      .x_stride = args.x.stride[0],
+                      .y_stride = args.y.stride[0],
+                      .scale_stride = args.scale.stride[0],
+                      .scaling = args.scaling,
+                      .wide = wide};
+  const bool by_row = args.scaling == Fp8Scaling::token;
+  constexpr int64_t kUnits = kThreads / 32;
+  const int64_t units = tokens * ((width + kScaleBlock - 1) / kScaleBlock);
+  const int64_t grid = by_row ? tokens : (units + kUnits - 1) / kUnits;
+  const LaunchShape shape{
+      .grid = dim3(static_cast<unsigned>(grid)), .block = dim3(kThreads), .overlap_previous = true};
+  Status status;
+  with_type<float, bf16, f16>(args.x.dtype, [&](auto x) {
+    using X = decltype(x);
+    const auto kernel = by_row ? quantize_rows_kernel<X> : quantize_blocks_kernel<X>;
+    status = launch("quantize_fp8", kernel, shape, stream, params);
+  });
+  return status;
+}
+
+}  // namespace vivace
