@@ -23,7 +23,7 @@ struct RmsNormArgs {
 /// y = v / sqrt(mean(v * v) + eps) * weight; an fp8 y is that quantised as quantize_fp8 does, without a rounding between.
 ///
 /// Shapes   x, residual, y [tokens, hidden]; weight [hidden]. Rows may be strided.
-/// Types    x and residual f32 or bf16 each; y of x's type, or fp8_e4m3; weight f32, f16 or bf16. Arithmetic in fp32;
+/// Types    x, residual and y f32 or bf16 each, y also fp8_e4m3; weight f32, f16 or bf16. Arithmetic in fp32;
 ///          the sum that enters the norm is the unrounded one.
 /// Writes   y, residual and made scales. y may be x; nothing else may overlap.
 /// Cost     rms_norm_cost().

@@ -28,7 +28,7 @@ TEST(RmsNorm, EveryRowAgreesWithTheReference) {
         EXPECT_TRUE(got.y_scale.canaries_intact());
       } else {
         // The fp32 value may fall on the other side of a tie: one more half ulp.
-        EXPECT_TRUE(close(got.y, exact, Bound::store(c.dtype) + Bound::store(c.dtype) + sum + input));
+        EXPECT_TRUE(close(got.y, exact, Bound::store(got.y.tensor().dtype) + Bound::store(got.y.tensor().dtype) + sum + input));
       }
       if (c.residual) {
         const Bound store = Bound::store(got.residual.tensor().dtype);

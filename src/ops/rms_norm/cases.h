@@ -33,6 +33,7 @@ inline constexpr RmsNormCase kRmsNormTestCases[] = {
     {"wide", 2, 12288, DType::f32, DType::bf16, true},
     {"fp32 residual", 3, 256, DType::bf16, DType::bf16, true, 0, 1e-6, DType::f32},
     {"bf16 residual of f32", 3, 77, DType::f32, DType::bf16, true, 0, 1e-6, DType::bf16},
+    {"bf16 of an fp32 stream", 3, 576, DType::f32, DType::f32, false, 0, 1e-6, DType::none, DType::bf16},
     {"fp8, static", 5, 512, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none, DType::fp8_e4m3},
     {"fp8, static, odd width", 2, 7, DType::f32, DType::f32, false, 0, 1e-6, DType::none, DType::fp8_e4m3},
     {"fp8 per token", 3, 2048, DType::bf16, DType::bf16, true, 0, 1e-6, DType::f32, DType::fp8_e4m3,

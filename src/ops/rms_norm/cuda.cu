@@ -95,8 +95,8 @@ Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
                             .block = dim3(kThreads),
                             .smem_bytes = args.x.shape[1] * 4,
                             .overlap_previous = true};
-    // 16 bytes of the wider type, so that one count fits x and the residual.
-    constexpr int kWidest = std::min(kVec<X>, kVec<Residual>);
+    // 16 bytes of the widest type, so that one count fits all.
+    constexpr int kWidest = std::min({kVec<X>, kVec<Residual>, kVec<Out>});
     const int64_t alignment = std::min({alignment_of(args.x), alignment_of(args.y), alignment_of(args.residual)});
     const bool wide = alignment % 16 == 0 && args.x.shape[1] % kWidest == 0;
     const auto kernel = wide ? rms_norm_kernel<X, Residual, Out, kWidest> : rms_norm_kernel<X, Residual, Out, 1>;
@@ -104,7 +104,7 @@ Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
   };
   with_type<float, bf16>(args.x.dtype, [&](auto x) {
     with_type<float, bf16>(args.residual.present() ? args.residual.dtype : args.x.dtype, [&](auto residual) {
-      args.y.dtype == DType::fp8_e4m3 ? run(x, residual, fp8{}) : run(x, residual, x);
+      with_type<float, bf16, fp8>(args.y.dtype, [&](auto out) { run(x, residual, out); });
     });
   });
   return status;

@@ -25,7 +25,7 @@ Status rms_norm(const RmsNormArgs& args, const Stream& stream) {
       .tensor("y", args.y, {"tokens", "hidden"})
       .dtype("x", args.x, kActivations)
       .dtype("residual", args.residual, kActivations)
-      .dtype("y", args.y, dtypes_mask(args.x.dtype, DType::fp8_e4m3))
+      .dtype("y", args.y, kActivations | dtypes_mask(DType::fp8_e4m3))
       .dtype("weight", args.weight, dtypes_mask(DType::f32, DType::f16, DType::bf16))
       .that(std::isfinite(args.eps) && args.eps >= 0, "eps", args.eps, "a finite number >= 0");
   VIVACE_TRY(check_scales("rms_norm", check, "y_scale", args.y, args.y_scale, args.y_scaling, "hidden"));
