@@ -12,7 +12,7 @@ TEST(RmsNorm, EveryRowAgreesWithTheReference) {
     // The reference's y before it is stored: of an fp8 case the same case with f32 x, which holds the same values.
     RmsNormProblem want(c, 1);
     const bool fp8 = c.y == DType::fp8_e4m3;
-    Guarded exact(fp8 ? DType::f32 : c.dtype, {c.tokens, c.hidden});
+    Guarded exact(fp8 ? DType::f32 : want.y.tensor().dtype, {c.tokens, c.hidden});
     RmsNormArgs reference = want.args;
     reference.y = exact;
     reference.y_scale = {};
