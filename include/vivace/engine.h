@@ -76,7 +76,7 @@ struct EngineOptions {
   std::string model;           ///< a .gguf file or a folder with config.json
   std::string device = "cpu";  ///< cpu, cuda, cuda:N
   int threads = 0;             ///< 0: every core this process may use
-  DType kv_dtype = DType::f32;
+  DType kv_dtype = DType::none;  ///< none: f32 on the CPU, bf16 on a GPU
   bool exact = false;          ///< no activation quantisation inside linear
   bool deterministic = false;  ///< a request's bits do not depend on its company
   std::string router_mode = "exact";

@@ -1,15 +1,18 @@
 #include "src/engine/model_runner.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "src/core/error.h"
 #include "src/core/guard.h"
 #include "src/cpu/machine.h"
-#include "src/cpu/thread_pool.h"
 #include "src/engine/check_options.h"
-#include "src/model/zero_memory.h"
+#include "src/engine/compute.h"
+#include "src/engine/sample_batch.h"
+#include "src/model/memory.h"
 #include "vivace/sampler.h"
 
 namespace vivace::engine {
@@ -21,8 +24,12 @@ constexpr int64_t kCachedRequests = 64;
 
 class ModelRunner final : public Runner {
  public:
-  ModelRunner(std::shared_ptr<const model::Checkpoint> checkpoint, int threads)
-      : checkpoint_(std::move(checkpoint)), threads_(threads) {}
+  ModelRunner(std::shared_ptr<const model::Checkpoint> checkpoint, std::unique_ptr<Compute> compute)
+      : checkpoint_(std::move(checkpoint)), compute_(std::move(compute)) {}
+  ~ModelRunner() override {
+    // Nothing may still read what is about to be freed.
+    if (on_gpu()) (void)device::synchronize(stream());
+  }
 
   Status prepare(const EngineOptions& options);
 
@@ -35,46 +42,85 @@ class ModelRunner final : public Runner {
   Dispatch& dispatch() override { return dispatch_; }
 
  private:
-  Stream stream() { return {.threads = &threads_, .dispatch = &dispatch_}; }
-  Status sample(const StepInput& input, const Tensor& logits, std::vector<Sampled>& sampled);
+  bool on_gpu() const { return compute_->device().device == Device::cuda; }
+  Stream stream() { return compute_->stream(&dispatch_); }
+  Result<int64_t> available_bytes() const;
+  Status enqueue(const StepInput& input, const Tensor& logits, const Stream& stream);
+  Status compute_and_sample(const Tensor& logits, const Stream& stream);
 
   std::shared_ptr<const model::Checkpoint> checkpoint_;
-  cpu::ThreadPool threads_;
+  std::unique_ptr<Compute> compute_;
   Dispatch dispatch_;
   std::unique_ptr<model::Model> model_;
   int64_t pages_ = 0;
-  model::ZeroMemory logits_, sampler_scratch_;  // [max_requests, vocab] f32; u8
-
-  // Of the step that runs, kept for their memory.
-  std::vector<int64_t> logit_rows_;
-  std::vector<SampleRow> sample_rows_;
-  std::vector<std::vector<LogitBias>> biases_;
-  std::vector<int32_t> ids_, top_ids_;
-  std::vector<uint8_t> valid_;
-  std::vector<float> logprobs_, top_logprobs_;
+  model::Memory logits_, sampler_scratch_;  // [max_requests, vocab] f32; u8
+  std::unique_ptr<SampleBatch> samples_;
+  std::map<SampleBatch::Shape, std::unique_ptr<device::Graph>> graphs_;  // of decode steps on a GPU
+  std::set<SampleBatch::Shape> seen_;  // shapes of decode steps that came before
+  std::vector<int64_t> logit_rows_;  // of the step that runs
 };
+
+Result<int64_t> ModelRunner::available_bytes() const {
+  if (!on_gpu()) return cpu::available_memory_bytes();
+  // Activations, scratch and the sampler's arrays come after the pages; they are small beside a GPU's memory.
+  constexpr int64_t kReserve = int64_t{4} << 30;
+  VIVACE_TRY_ASSIGN(const auto memory, device::memory_info(compute_->device().ordinal));
+  return std::max<int64_t>(1, memory.first - kReserve);
+}
 
 Status ModelRunner::prepare(const EngineOptions& options) {
   if (!options.prefer.empty()) VIVACE_TRY(dispatch_.prefer(options.prefer));
-  VIVACE_TRY_ASSIGN(model_, model::Model::load(*checkpoint_, model_options_of(options)));
+  model::ModelOptions model_options = model_options_of(options);
+  model_options.device = compute_->device().device;
+  model_options.ordinal = compute_->device().ordinal;
+  VIVACE_TRY_ASSIGN(model_, model::Model::load(*checkpoint_, model_options));
   const int64_t page_tokens = model_->options().page_tokens;
+  VIVACE_TRY_ASSIGN(const int64_t available, available_bytes());
   VIVACE_TRY_ASSIGN(pages_, pages_of({.page_bytes = model_->page_bytes(),
                                       .pages_per_request = (max_model_len() + page_tokens - 1) / page_tokens,
                                       .kv_memory_bytes = options.kv_memory_bytes,
                                       .max_batch = options.max_batch,
-                                      .available_bytes = cpu::available_memory_bytes()}));
+                                      .available_bytes = available}));
   VIVACE_TRY(model_->allocate_pages(pages_, stream()));
 
   const int64_t rows = model_->options().max_requests;
-  VIVACE_TRY_ASSIGN(logits_, model::ZeroMemory::reserve(rows * vocab() * 4, "logits"));
-  const SampleRow greedy{.temperature = 0};
-  const SamplerArgs shape{.logits = Tensor(nullptr, DType::f32, {1, vocab()}),
-                          .rows = {&greedy, 1},
-                          .ids = Tensor(nullptr, DType::i32, {1}),
-                          .valid = Tensor(nullptr, DType::u8, {1})};
+  VIVACE_TRY_ASSIGN(logits_, model::Memory::reserve(rows * vocab() * 4, "logits", stream()));
+  VIVACE_TRY_ASSIGN(samples_, SampleBatch::create(rows, vocab(), stream()));
+  // Scratch depends on the rows alone, so that of the most will do.
+  const Device device = compute_->device().device;
+  const SamplerArgs shape{.logits = Tensor(nullptr, DType::f32, {rows, vocab()}, device),
+                          .ids = Tensor(nullptr, DType::i32, {rows}, device),
+                          .valid = Tensor(nullptr, DType::u8, {rows}, device)};
   VIVACE_TRY_ASSIGN(const int64_t scratch, sampler_workspace_bytes(shape, stream()));
-  VIVACE_TRY_ASSIGN(sampler_scratch_, model::ZeroMemory::reserve(scratch, "sampler scratch"));
+  VIVACE_TRY_ASSIGN(sampler_scratch_, model::Memory::reserve(scratch, "sampler scratch", stream()));
   return {};
+}
+
+Status ModelRunner::compute_and_sample(const Tensor& logits, const Stream& stream) {
+  VIVACE_TRY(model_->enqueue(stream));
+  if (logits.shape[0] == 0) return {};
+  Tensor scratch;
+  if (sampler_scratch_.bytes() > 0) scratch = sampler_scratch_.tensor(DType::u8, {sampler_scratch_.bytes()});
+  VIVACE_TRY(sampler(samples_->args(logits, scratch), stream));
+  return samples_->fetch(stream);
+}
+
+/// Runs the staged step. Decode steps on a GPU are replays of a graph that was captured when their shape first came.
+Status ModelRunner::enqueue(const StepInput& input, const Tensor& logits, const Stream& stream) {
+  const bool decodes_alone = input.decode_requests == input.requests() && input.requests() > 0 &&
+                             std::ssize(input.samples) == input.requests();
+  if (!on_gpu() || !decodes_alone) return compute_and_sample(logits, stream);
+  const SampleBatch::Shape key = samples_->shape();
+  std::unique_ptr<device::Graph>& graph = graphs_[key];
+  if (graph == nullptr) {
+    // The first of a shape runs without a graph: libraries may allocate or choose an algorithm, which no capture allows.
+    if (!seen_.insert(key).second) {
+      VIVACE_TRY_ASSIGN(graph, device::Graph::capture(stream, [&](const Stream& s) { return compute_and_sample(logits, s); }));
+    } else {
+      return compute_and_sample(logits, stream);
+    }
+  }
+  return graph->launch(stream);
 }
 
 Status ModelRunner::step(const StepInput& input, std::vector<Sampled>& sampled) {
@@ -85,79 +131,26 @@ Status ModelRunner::step(const StepInput& input, std::vector<Sampled>& sampled) 
   }
   logit_rows_.clear();
   for (const SampleSlot& slot : input.samples) logit_rows_.push_back(slot.row);
-  const Tensor logits(logits_.data(), DType::f32, {rows, vocab()});
-  VIVACE_TRY(model_->forward({.token_ids = input.token_ids,
-                              .positions = input.positions,
-                              .slots = input.slots,
-                              .query_start = input.query_start,
-                              .kv_lengths = input.kv_lengths,
-                              .page_table = input.page_table,
-                              .max_pages = input.max_pages,
-                              .decode_requests = input.decode_requests,
-                              .logit_rows = logit_rows_},
-                             logits, stream()));
-  return rows == 0 ? Status() : sample(input, logits, sampled);
-}
-
-Status ModelRunner::sample(const StepInput& input, const Tensor& logits, std::vector<Sampled>& sampled) {
-  const size_t rows = input.samples.size();
-  const auto count = static_cast<int64_t>(rows);
-  biases_.resize(std::max(biases_.size(), rows));
-  sample_rows_.clear();
-  int best = -1;  // -1: nobody wants log-probabilities
-  for (size_t i = 0; i < rows; ++i) {
-    const SampleSlot& slot = input.samples[i];
-    const SamplingParams& params = *slot.params;
-    biases_[i].clear();
-    for (const auto& [id, bias] : params.logit_bias) biases_[i].push_back({id, bias});
-    best = std::max(best, params.logprobs);
-    sample_rows_.push_back({.temperature = params.temperature,
-                            .top_k = static_cast<int32_t>(std::min<int64_t>(params.top_k, INT32_MAX)),
-                            .top_p = params.top_p,
-                            .min_p = params.min_p,
-                            .repetition_penalty = params.repetition_penalty,
-                            .presence_penalty = params.presence_penalty,
-                            .frequency_penalty = params.frequency_penalty,
-                            .top_logprobs = std::max(0, params.logprobs),
-                            .seed = slot.seed,
-                            .position = slot.position,
-                            .prompt_ids = slot.prompt_ids,
-                            .output_ids = slot.output_ids,
-                            .logit_bias = biases_[i],
-                            .banned_ids = slot.banned_ids});
+  const Tensor logits = logits_.tensor(DType::f32, {rows, vocab()});
+  const Stream stream = this->stream();
+  VIVACE_TRY(model_->stage({.token_ids = input.token_ids,
+                            .positions = input.positions,
+                            .slots = input.slots,
+                            .query_start = input.query_start,
+                            .kv_lengths = input.kv_lengths,
+                            .page_table = input.page_table,
+                            .max_pages = input.max_pages,
+                            .decode_requests = input.decode_requests,
+                            .logit_rows = logit_rows_},
+                           logits, stream));
+  VIVACE_TRY(samples_->stage(input.samples, stream));
+  Status status = enqueue(input, logits, stream);
+  if (status.ok() && on_gpu()) status = device::synchronize(stream);
+  if (!status.ok()) {
+    samples_->forget();
+    return status;
   }
-  ids_.resize(rows);
-  valid_.resize(rows);
-  SamplerArgs args{.logits = logits,
-                   .rows = sample_rows_,
-                   .ids = Tensor(ids_.data(), DType::i32, {count}),
-                   .valid = Tensor(valid_.data(), DType::u8, {count})};
-  if (sampler_scratch_.bytes() > 0) {
-    args.workspace = Tensor(sampler_scratch_.data(), DType::u8, {sampler_scratch_.bytes()});
-  }
-  const size_t top = static_cast<size_t>(std::max(0, best));
-  if (best >= 0) {
-    logprobs_.resize(rows);
-    args.logprobs = Tensor(logprobs_.data(), DType::f32, {count});
-  }
-  if (top > 0) {
-    top_ids_.resize(rows * top);
-    top_logprobs_.resize(rows * top);
-    args.top_ids = Tensor(top_ids_.data(), DType::i32, {count, best});
-    args.top_logprobs = Tensor(top_logprobs_.data(), DType::f32, {count, best});
-  }
-  VIVACE_TRY(sampler(args, stream()));
-
-  sampled.resize(rows);
-  for (size_t i = 0; i < rows; ++i) {
-    Sampled& out = sampled[i];
-    out = {.id = ids_[i], .valid = valid_[i] != 0, .logprob = 0, .top = {}};
-    const int wanted = input.samples[i].params->logprobs;
-    if (wanted >= 0) out.logprob = logprobs_[i];
-    for (int j = 0; j < wanted && top_ids_[i * top + j] >= 0; ++j) {
-      out.top.push_back({top_ids_[i * top + j], top_logprobs_[i * top + j]});
-    }
-  }
+  samples_->collect(sampled);
   return {};
 }
 
@@ -216,17 +209,8 @@ Result<int64_t> pages_of(const PoolSize& size) {
 Result<std::unique_ptr<Runner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
                                                   const EngineOptions& options) {
   VIVACE_TRY(check_options(options));
-  if (options.device.starts_with("cuda")) {
-    return unsupported("device is '{}', needs cpu: this program has no CUDA rows", options.device);
-  }
-  if (options.device != "cpu")
-    return invalid_argument("device is '{}', needs cpu, cuda or cuda:N", options.device);
-  const int threads = options.threads > 0 ? options.threads : std::min(cpu::usable_cores(), kMaxThreads);
-  std::unique_ptr<ModelRunner> runner;
-  VIVACE_TRY(guarded(fmt::format("engine: threads is {}", threads), [&] {
-    runner = std::make_unique<ModelRunner>(std::move(checkpoint), threads);
-    return Status();
-  }));
+  VIVACE_TRY_ASSIGN(std::unique_ptr<Compute> compute, Compute::create(options.device, options.threads));
+  auto runner = std::make_unique<ModelRunner>(std::move(checkpoint), std::move(compute));
   VIVACE_TRY(runner->prepare(options));
   return std::unique_ptr<Runner>(std::move(runner));
 }

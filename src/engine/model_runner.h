@@ -31,7 +31,8 @@ struct PoolSize {
 /// change.
 Result<int64_t> pages_of(const PoolSize& size);
 
-/// A runner of this model on the CPU: binds its weights, makes threads, KV pages and scratch.
+/// A runner of this model on the device that the options name: binds or places its weights, makes threads or a stream, KV
+/// pages and scratch.
 /// Fails  invalid_argument, unsupported: an option is out of range; also as Model::load() and pages_of() do.
 Result<std::unique_ptr<Runner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
                                                   const EngineOptions& options);

@@ -1,0 +1,266 @@
+#include "src/engine/sample_batch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "src/core/error.h"
+#include "src/engine/check_request.h"
+
+namespace vivace::engine {
+
+namespace {
+
+constexpr int64_t kLine = 256;
+
+/// Hands out arrays of one piece of memory; with a null base it only counts.
+class Layout {
+ public:
+  Layout(uint8_t* base, Device device) : base_(base), device_(device) {}
+  Tensor take(DType dtype, std::initializer_list<int64_t> shape) {
+    Tensor tensor(base_ == nullptr ? nullptr : base_ + bytes_, dtype, shape, device_);
+    bytes_ += (tensor.bytes() + kLine - 1) / kLine * kLine;
+    return tensor;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  uint8_t* base_;
+  Device device_;
+  int64_t bytes_ = 0;
+};
+
+/// The sampler's fp32; what was above 0 stays so.
+float positive(double value) {
+  return std::max(static_cast<float>(value), std::numeric_limits<float>::min());
+}
+
+bool has_penalties(const SamplingParams& p) {
+  return p.repetition_penalty != 1 || p.presence_penalty != 0 || p.frequency_penalty != 0;
+}
+
+/// The first elements of an array.
+Tensor first(const Tensor& array, int64_t count) {
+  return array.rows(0, count);
+}
+
+}  // namespace
+
+std::pair<SampleBatch::Parameters, int64_t> SampleBatch::lay_out(uint8_t* memory, Device device, int64_t rows,
+                                                                 int64_t biases) {
+  Layout layout(memory, device);
+  Parameters p;
+  for (Tensor* array : {&p.temperature, &p.top_p, &p.min_p, &p.repetition, &p.presence, &p.frequency}) {
+    *array = layout.take(DType::f32, {rows});
+  }
+  for (Tensor* array : {&p.top_k, &p.state}) *array = layout.take(DType::i32, {rows});
+  p.bias_start = layout.take(DType::i32, {rows + 1});
+  for (Tensor* array : {&p.seed, &p.position}) *array = layout.take(DType::i64, {rows});
+  p.bias_ids = layout.take(DType::i32, {biases});
+  p.bias_values = layout.take(DType::f32, {biases});
+  return {p, layout.bytes()};
+}
+
+std::pair<SampleBatch::Results, int64_t> SampleBatch::lay_out_results(uint8_t* memory, Device device, int64_t rows) {
+  Layout layout(memory, device);
+  Results r;
+  r.ids = layout.take(DType::i32, {rows});
+  r.valid = layout.take(DType::u8, {rows});
+  r.logprobs = layout.take(DType::f32, {rows});
+  r.top_ids = layout.take(DType::i32, {rows * kMaxLogprobs});
+  r.top_logprobs = layout.take(DType::f32, {rows * kMaxLogprobs});
+  return {r, layout.bytes()};
+}
+
+Result<std::unique_ptr<SampleBatch>> SampleBatch::create(int64_t max_rows, int64_t vocab, const Stream& stream) {
+  std::unique_ptr<SampleBatch> batch(new SampleBatch(max_rows, vocab));
+  VIVACE_TRY_ASSIGN(batch->prompt_bits_,
+                    model::Memory::reserve(max_rows * batch->words() * 4, "sampler prompts", stream));
+  VIVACE_TRY_ASSIGN(batch->output_counts_, model::Memory::reserve(max_rows * vocab * 4, "sampler counts", stream));
+  batch->owners_.resize(static_cast<size_t>(max_rows));
+  const int64_t result_bytes = lay_out_results(nullptr, stream.device, max_rows).second;
+  VIVACE_TRY_ASSIGN(batch->results_memory_, model::Memory::reserve(result_bytes, "sampler results", stream));
+  batch->results_ = lay_out_results(batch->results_memory_.data(), stream.device, max_rows).first;
+  batch->fetched_ = batch->results_;
+  if (stream.device == Device::cuda) {
+    VIVACE_TRY_ASSIGN(batch->fetched_memory_, device::Buffer::pinned(result_bytes));
+    batch->fetched_ =
+        lay_out_results(static_cast<uint8_t*>(batch->fetched_memory_.data()), Device::cpu, max_rows).first;
+  }
+  constexpr int64_t kBiasesPerRow = 16;
+  VIVACE_TRY(batch->reserve(max_rows * kBiasesPerRow, stream));
+  return batch;
+}
+
+/// Room for so many biases. Nothing may be running that reads the arrays.
+Status SampleBatch::reserve(int64_t biases, const Stream& stream) {
+  if (biases <= bias_capacity_) return {};
+  if (stream.device == Device::cuda) VIVACE_TRY(device::synchronize(stream));
+  const int64_t bytes = lay_out(nullptr, stream.device, max_rows_, biases).second;
+  VIVACE_TRY_ASSIGN(there_memory_, model::Memory::reserve(bytes, "sampler parameters", stream));
+  there_ = lay_out(there_memory_.data(), stream.device, max_rows_, biases).first;
+  here_ = there_;
+  if (stream.device == Device::cuda) {
+    VIVACE_TRY_ASSIGN(here_memory_, device::Buffer::pinned(bytes));
+    here_ = lay_out(static_cast<uint8_t*>(here_memory_.data()), Device::cpu, max_rows_, biases).first;
+  }
+  bias_capacity_ = biases;
+  ++shape_.generation;
+  return {};
+}
+
+Status SampleBatch::fill_state(int64_t state, const SampleSlot& slot, const Stream& stream) {
+  const int64_t bits_bytes = words() * 4, counts_bytes = vocab_ * 4;
+  uint8_t* bits_there = prompt_bits_.data() + state * bits_bytes;
+  uint8_t* counts_there = output_counts_.data() + state * counts_bytes;
+  const bool on_cpu = stream.device == Device::cpu;
+  if (!on_cpu) state_row_.resize(static_cast<size_t>(bits_bytes + counts_bytes));
+  auto* bits = reinterpret_cast<uint32_t*>(on_cpu ? bits_there : state_row_.data());
+  auto* counts = reinterpret_cast<int32_t*>(on_cpu ? counts_there : state_row_.data() + bits_bytes);
+  std::fill(bits, bits + words(), 0);
+  std::fill(counts, counts + vocab_, 0);
+  for (int32_t id : slot.prompt_ids) bits[id / 32] |= 1u << (id % 32);
+  for (int32_t id : slot.output_ids) ++counts[id];
+  if (on_cpu) return {};
+  VIVACE_TRY(device::copy_to_device(bits_there, bits, bits_bytes, stream));
+  VIVACE_TRY(device::copy_to_device(counts_there, counts, counts_bytes, stream));
+  return device::synchronize(stream);  // state_row_ is used again; a state is filled once in a request's life
+}
+
+/// Gives each row with penalties the state of its request.
+Status SampleBatch::find_states(std::span<const SampleSlot> samples, const Stream& stream) {
+  auto* states = here_.state.as<int32_t>();
+  std::fill(states, states + samples.size(), -1);
+  for (StateOwner& owner : owners_) owner.in_step = false;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (!has_penalties(*samples[i].params)) continue;
+    const auto found = std::ranges::find_if(owners_, [&](const StateOwner& owner) {
+      return owner.request == samples[i].request && owner.counted == std::ssize(samples[i].output_ids);
+    });
+    if (found == owners_.end() || found->in_step) continue;
+    states[i] = static_cast<int32_t>(found - owners_.begin());
+    found->in_step = true;
+  }
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (!has_penalties(*samples[i].params) || states[i] >= 0) continue;
+    const auto unused = std::ranges::find(owners_, false, &StateOwner::in_step);  // a step has at most a row per state
+    states[i] = static_cast<int32_t>(unused - owners_.begin());
+    VIVACE_TRY(fill_state(states[i], samples[i], stream));
+    *unused = {.request = samples[i].request, .counted = std::ssize(samples[i].output_ids), .in_step = true};
+  }
+  return {};
+}
+
+Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& stream) {
+  const auto rows = static_cast<int64_t>(samples.size());
+  if (rows > max_rows_) return invalid_argument("step: {} samples, needs at most {}", rows, max_rows_);
+  int64_t biases = 0;
+  for (const SampleSlot& slot : samples) biases += std::ssize(slot.params->logit_bias) + std::ssize(slot.banned_ids);
+  VIVACE_TRY(reserve(biases, stream));
+  shape_.rows = rows;
+  shape_.penalties = false;
+  shape_.biases = biases > 0;
+  shape_.logprobs = -1;
+  wanted_.clear();
+  int32_t bias = 0;
+  bias_count_ = biases;
+  here_.bias_start.as<int32_t>()[0] = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    const SampleSlot& slot = samples[i];
+    const SamplingParams& params = *slot.params;
+    shape_.penalties = shape_.penalties || has_penalties(params);
+    shape_.logprobs = std::max<int64_t>(shape_.logprobs, params.logprobs);
+    wanted_.push_back(params.logprobs);
+    here_.temperature.as<float>()[i] = static_cast<float>(params.temperature);
+    here_.top_k.as<int32_t>()[i] = static_cast<int32_t>(std::min<int64_t>(params.top_k, INT32_MAX));
+    here_.top_p.as<float>()[i] = positive(params.top_p);
+    here_.min_p.as<float>()[i] = static_cast<float>(params.min_p);
+    here_.repetition.as<float>()[i] = positive(params.repetition_penalty);
+    here_.presence.as<float>()[i] = static_cast<float>(params.presence_penalty);
+    here_.frequency.as<float>()[i] = static_cast<float>(params.frequency_penalty);
+    here_.seed.as<int64_t>()[i] = static_cast<int64_t>(slot.seed);
+    here_.position.as<int64_t>()[i] = slot.position;
+    const auto add = [&](int32_t id, float value) {
+      here_.bias_ids.as<int32_t>()[bias] = id;
+      here_.bias_values.as<float>()[bias++] = value;
+    };
+    for (const auto& [id, value] : params.logit_bias) add(id, value);
+    for (const int32_t id : slot.banned_ids) add(id, -std::numeric_limits<float>::infinity());
+    here_.bias_start.as<int32_t>()[i + 1] = bias;
+  }
+  VIVACE_TRY(find_states(samples, stream));
+  if (stream.device == Device::cpu) return {};
+  const auto* begin = static_cast<const uint8_t*>(here_.temperature.data);
+  const auto* end = static_cast<const uint8_t*>(shape_.biases ? here_.bias_values.at(0).data : here_.bias_ids.data);
+  const int64_t bytes = end - begin + (shape_.biases ? 4 * int64_t{bias} : 0);
+  return device::copy_to_device(there_.temperature.data, begin, bytes, stream);
+}
+
+SamplerArgs SampleBatch::args(const Tensor& logits, const Tensor& workspace) const {
+  const int64_t rows = shape_.rows;
+  SamplerArgs args{.logits = logits,
+                   .temperature = first(there_.temperature, rows),
+                   .top_p = first(there_.top_p, rows),
+                   .min_p = first(there_.min_p, rows),
+                   .top_k = first(there_.top_k, rows),
+                   .seed = first(there_.seed, rows),
+                   .position = first(there_.position, rows),
+                   .ids = first(results_.ids, rows),
+                   .valid = first(results_.valid, rows),
+                   .workspace = workspace};
+  if (shape_.penalties) {
+    const auto states = static_cast<int64_t>(owners_.size());
+    args.repetition_penalty = first(there_.repetition, rows);
+    args.presence_penalty = first(there_.presence, rows);
+    args.frequency_penalty = first(there_.frequency, rows);
+    args.prompt_bits = prompt_bits_.tensor(DType::i32, {states, words()});
+    args.output_counts = output_counts_.tensor(DType::i32, {states, vocab_});
+    args.state = first(there_.state, rows);
+    args.count_ids = true;
+  }
+  if (shape_.biases) {
+    args.bias_start = first(there_.bias_start, rows + 1);
+    // A captured call must fit any number of biases.
+    const int64_t count = logits.device == Device::cpu ? bias_count_ : bias_capacity_;
+    args.bias_ids = first(there_.bias_ids, count);
+    args.bias_values = first(there_.bias_values, count);
+  }
+  if (shape_.logprobs >= 0) args.logprobs = first(results_.logprobs, rows);
+  if (shape_.logprobs > 0) {
+    args.top_ids = Tensor(results_.top_ids.data, DType::i32, {rows, shape_.logprobs}, results_.top_ids.device);
+    args.top_logprobs = Tensor(results_.top_logprobs.data, DType::f32, {rows, shape_.logprobs}, results_.top_ids.device);
+  }
+  return args;
+}
+
+Status SampleBatch::fetch(const Stream& stream) {
+  if (stream.device == Device::cpu) return {};
+  return device::copy_to_host(fetched_memory_.data(), results_memory_.data(), results_memory_.bytes(), stream);
+}
+
+void SampleBatch::collect(std::vector<Sampled>& sampled) {
+  sampled.resize(static_cast<size_t>(shape_.rows));
+  for (int64_t i = 0; i < shape_.rows; ++i) {
+    Sampled& out = sampled[i];
+    out = {.id = fetched_.ids.as<int32_t>()[i], .valid = fetched_.valid.as<uint8_t>()[i] != 0, .logprob = 0, .top = {}};
+    if (wanted_[i] >= 0) out.logprob = fetched_.logprobs.as<float>()[i];
+    for (int j = 0; j < wanted_[i]; ++j) {
+      const int64_t at = i * shape_.logprobs + j;
+      if (fetched_.top_ids.as<int32_t>()[at] < 0) break;
+      out.top.push_back({fetched_.top_ids.as<int32_t>()[at], fetched_.top_logprobs.as<float>()[at]});
+    }
+    const int32_t state = here_.state.as<int32_t>()[i];
+    if (state < 0) continue;
+    StateOwner& owner = owners_[static_cast<size_t>(state)];
+    owner.counted = out.valid ? owner.counted + 1 : -1;
+  }
+}
+
+void SampleBatch::forget() {
+  for (StateOwner& owner : owners_) {
+    if (owner.in_step) owner.counted = -1;
+  }
+}
+
+}  // namespace vivace::engine
