@@ -62,7 +62,7 @@ struct FusedMoeArgs {
 ///          may round out(t, e) to bf16.
 /// Writes   y and workspace; y must not overlap x.
 /// Cost     fused_moe_cost(): it reads expert_ids, since a visited expert's weights are moved once and others
-///          not at all.
+///          not at all. Ids on a device are not read: then as many experts count as the pairs can visit.
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a token's result does not depend on the tokens beside it.
 /// Fails    invalid_argument: a shape, stride or type disagrees, or the workspace is too small. unsupported:

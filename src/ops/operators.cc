@@ -12,6 +12,7 @@
 #include "src/ops/decode_schedule/table.h"
 #include "src/ops/embedding/table.h"
 #include "src/ops/fused_moe/table.h"
+#include "src/ops/grouped_gemm/table.h"
 #include "src/ops/linear/table.h"
 #include "src/ops/quantize_fp8/table.h"
 #include "src/ops/rms_norm/table.h"
@@ -26,7 +27,7 @@ namespace {
 
 constexpr auto kTables =
     std::tie(kRmsNorm, kLinear, kEmbedding, kAttentionPrologue, kAttentionPrefill, kAttentionDecode,
-             kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe, kSiluMul, kQuantizeFp8, kSampler);
+             kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe, kGroupedGemm, kSiluMul, kQuantizeFp8, kSampler);
 
 }  // namespace
 

@@ -13,7 +13,8 @@ class Ops(Case):
         ops = self.ok("ops", "--json").json
         names = [op["op"] for op in ops]
         for name in ["rms_norm", "linear", "attention_prologue", "attention_prefill", "attention_decode",
-                     "decode_schedule", "router_gemm", "route_top_k", "fused_moe", "silu_mul", "quantize_fp8", "sampler"]:
+                     "decode_schedule", "router_gemm", "route_top_k", "fused_moe", "grouped_gemm", "silu_mul",
+                     "quantize_fp8", "sampler"]:
             self.assertIn(name, names)
             self.assertTrue((ROOT / "include" / "vivace" / f"{name}.h").exists(), name)
         for op in ops:

@@ -8,12 +8,13 @@ namespace {
 
 TEST(AttentionPrefill, EveryRowAgreesWithTheReference) {
   for (const AttentionPrefillCase& c : attention_prefill_cases(CaseSize::test)) {
-    SCOPED_TRACE(c.attention.name);
+    SCOPED_TRACE(testing::Message() << c.attention.name << ", " << name_of(c.attention.q) << " over "
+                                    << name_of(c.attention.kv));
     AttentionPrefillProblem want(c, 1);
     ASSERT_OK(attention_prefill(want.args, Stream{}));
     ASSERT_OK(attention_prefill_reference(want.args, Stream{}));
-    const AttentionBounds bounds = attention_bounds(want.args.attention);
     for (const Stream& stream : test_streams()) {
+      const AttentionBounds bounds = attention_bounds(want.args.attention, stream.device);
       for_each_fitting_row(kAttentionPrefill, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         AttentionPrefillProblem got(c, 1);
@@ -40,6 +41,7 @@ TEST(AttentionPrefill, HandWorked) {
                              .lse = Tensor(lse, DType::f32, {2, 1}),
                              .softmax_scale = 1}};
   for (const Row<AttentionPrefillArgs>& row : kAttentionPrefillRows) {
+    if (row.device != Device::cpu) continue;  // these tensors are on the stack
     SCOPED_TRACE(row.name);
     ASSERT_OK(row.run(args, Stream{}));
     EXPECT_NEAR(output[0], 1, 1e-6);
@@ -52,6 +54,7 @@ TEST(AttentionPrefill, HandWorked) {
   float sinks[] = {std::log(4.0f)};  // as heavy as both keys together
   args.attention.sinks = Tensor(sinks, DType::f32, {1});
   for (const Row<AttentionPrefillArgs>& row : kAttentionPrefillRows) {
+    if (row.device != Device::cpu) continue;  // these tensors are on the stack
     SCOPED_TRACE(row.name);
     ASSERT_OK(row.run(args, Stream{}));
     EXPECT_NEAR(output[2], 2, 2e-6);
@@ -61,78 +64,96 @@ TEST(AttentionPrefill, HandWorked) {
 
 /// A row has the same bits whatever chunk it comes in.
 TEST(AttentionPrefill, ChunksDoNotChangeABit) {
-  for (const int64_t split : {int64_t{0}, int64_t{64}, int64_t{80}}) {
-    for (const int64_t window : {int64_t{0}, int64_t{90}}) {
-      const AttentionPrefillCase c{
-          {.name = "", .requests = {{300, 300}}, .heads_q = 6, .heads_kv = 2, .window = window}, split};
-      AttentionPrefillProblem whole(c, 1), chunked(c, 1);
-      ASSERT_OK(attention_prefill(whole.args, Stream{}));
-      std::mt19937 rng(2);
-      for (int64_t begin = 0; begin < 300;) {
-        const int64_t rows = std::min<int64_t>(300 - begin, 1 + rng() % 70);
-        AttentionPrefillArgs args = chunked.args;
-        for (Tensor* t : {&args.attention.q, &args.attention.output, &args.attention.lse})
-          *t = t->rows(begin, rows);
-        chunked.kv_lengths.as<int32_t>()[0] = static_cast<int32_t>(begin + rows);
-        chunked.query_start.as<int32_t>()[1] = static_cast<int32_t>(rows);
-        ASSERT_OK(attention_prefill(args, Stream{}));
-        begin += rows;
+  on_streams([](const Stream& stream, DType type) {
+    for (const int64_t split : {int64_t{0}, int64_t{64}, int64_t{80}}) {
+      for (const int64_t window : {int64_t{0}, int64_t{90}}) {
+        const AttentionPrefillCase c{{.name = "",
+                                      .requests = {{300, 300}},
+                                      .heads_q = 6,
+                                      .heads_kv = 2,
+                                      .q = type,
+                                      .kv = type,
+                                      .window = window},
+                                     split};
+        AttentionPrefillProblem whole(c, 1), chunked(c, 1);
+        ASSERT_OK(done(attention_prefill(whole.args, stream), stream));
+        std::mt19937 rng(2);
+        for (int64_t begin = 0; begin < 300;) {
+          const int64_t rows = std::min<int64_t>(300 - begin, 1 + rng() % 70);
+          AttentionPrefillArgs args = chunked.args;
+          for (Tensor* t : {&args.attention.q, &args.attention.output, &args.attention.lse})
+            *t = t->rows(begin, rows);
+          chunked.kv_lengths.as<int32_t>()[0] = static_cast<int32_t>(begin + rows);
+          chunked.query_start.as<int32_t>()[1] = static_cast<int32_t>(rows);
+          ASSERT_OK(done(attention_prefill(args, stream), stream));
+          begin += rows;
+        }
+        EXPECT_TRUE(same_bits(chunked.args.attention.output, whole.args.attention.output)) << split;
+        EXPECT_TRUE(same_bits(chunked.lse, whole.lse)) << split;
       }
-      EXPECT_TRUE(same_bits(chunked.args.attention.output, whole.args.attention.output)) << split;
-      EXPECT_TRUE(same_bits(chunked.lse, whole.lse)) << split;
     }
-  }
+  });
 }
 
 /// A key that a row does not see leaves no trace in it, even when it is NaN and a later row of the call sees it.
 TEST(AttentionPrefill, LaterTokensDoNotReachEarlierOnes) {
-  const AttentionPrefillCase c{{.name = "", .requests = {{100, 100}}}};
-  AttentionPrefillProblem clean(c, 1), dirty(c, 1);
-  for (int64_t h = 0; h < 3; ++h) {
-    dirty.set_key(0, 50, h, NAN);
-    dirty.set_value(0, 50, h, NAN);
-  }
-  ASSERT_OK(attention_prefill(clean.args, Stream{}));
-  ASSERT_OK(attention_prefill(dirty.args, Stream{}));
-  EXPECT_TRUE(same_bits(dirty.args.attention.output.rows(0, 50), clean.args.attention.output.rows(0, 50)));
-  EXPECT_TRUE(std::isnan(dirty.output.as<float>()[50 * 9 * 64])) << "a NaN that is seen must show";
+  on_streams([](const Stream& stream, DType type) {
+    for (const float value : {NAN, INFINITY, -INFINITY}) {
+      const AttentionPrefillCase c{{.name = "", .requests = {{100, 100}}, .q = type, .kv = type}};
+      AttentionPrefillProblem clean(c, 1), dirty(c, 1);
+      for (int64_t h = 0; h < 3; ++h) {
+        dirty.set_key(0, 50, h, std::isnan(value) ? NAN : 0);
+        dirty.set_value(0, 50, h, value);
+      }
+      ASSERT_OK(done(attention_prefill(clean.args, stream), stream));
+      ASSERT_OK(done(attention_prefill(dirty.args, stream), stream));
+      EXPECT_TRUE(
+          same_bits(dirty.args.attention.output.rows(0, 50), clean.args.attention.output.rows(0, 50)));
+      const double seen = values_of(dirty.args.attention.output.at(50).at(0))[0];
+      EXPECT_TRUE(std::isnan(value) ? std::isnan(seen) : seen == value)
+          << "what is seen must show: " << value << " gave " << seen;
+    }
+  });
 }
 
 /// A NaN score makes its row NaN however the keys are cut; a score of -infinity weighs nothing.
 TEST(AttentionPrefill, NanShows) {
-  for (const NanCase& nan : kNanCases) {
-    for (const NanOptions& options : kNanOptions) {
-      for (const int64_t split : {0, 64, 80}) {
-        SCOPED_TRACE(testing::Message() << nan.name << ", sinks " << options.sinks << ", split " << split);
-        const AttentionPrefillCase c{{.name = "",
-                                      .requests = {{400, 3}, {64, 2}},
-                                      .window = options.window,
-                                      .soft_cap = options.soft_cap,
-                                      .sinks = options.sinks},
-                                     split};
-        AttentionPrefillProblem want(c, 1);
-        set_nan(want, nan);
-        ASSERT_OK(attention_prefill_reference(want.args, Stream{}));
-        if (options.window == 0) {
-          EXPECT_EQ(std::isnan(want.output.as<float>()[2 * 9 * 64]), nan_expected(nan, options));
+  on_streams([](const Stream& stream, DType type) {
+    for (const NanCase& nan : kNanCases) {
+      for (const NanOptions& options : kNanOptions) {
+        for (const int64_t split : {0, 64, 80}) {
+          SCOPED_TRACE(testing::Message() << nan.name << ", sinks " << options.sinks << ", split " << split);
+          const AttentionPrefillCase c{{.name = "",
+                                        .requests = {{400, 3}, {64, 2}},
+                                        .q = type,
+                                        .kv = type,
+                                        .window = options.window,
+                                        .soft_cap = options.soft_cap,
+                                        .sinks = options.sinks},
+                                       split};
+          AttentionPrefillProblem want(c, 1);
+          set_nan(want, nan);
+          ASSERT_OK(attention_prefill_reference(want.args, Stream{}));
+          if (options.window == 0) {
+            EXPECT_EQ(std::isnan(values_of(want.args.attention.output.at(2))[0]), nan_expected(nan, options));
+          }
+          for_each_fitting_row(kAttentionPrefill, want.args, stream, [&](const auto& row) {
+            SCOPED_TRACE(row.name);
+            AttentionPrefillProblem got(c, 1);
+            set_nan(got, nan);
+            ASSERT_OK(row.run(got.args, stream));
+            EXPECT_TRUE(nan_alike(got.args.attention.output, want.args.attention.output));
+            EXPECT_TRUE(nan_alike(got.lse, want.lse));
+          });
         }
-        for_each_fitting_row(kAttentionPrefill, want.args, Stream{},
-                             [&](const auto& row) {
-                               SCOPED_TRACE(row.name);
-                               AttentionPrefillProblem got(c, 1);
-                               set_nan(got, nan);
-                               ASSERT_OK(row.run(got.args, Stream{}));
-                               EXPECT_TRUE(nan_alike(got.args.attention.output, want.args.attention.output));
-                               EXPECT_TRUE(nan_alike(got.lse, want.lse));
-                             });
       }
     }
-  }
+  });
 }
 
 /// https://github.com/flashinfer-ai/flashinfer/issues/941 : NaN in unused slots of the last page reached the output.
 TEST(AttentionPrefill, FieldCaseH05UnusedSlots) {
-  for (const DType type : {DType::f32, DType::bf16}) {
+  on_streams([](const Stream& stream, DType type) {
     const AttentionPrefillCase c{
         {.name = "", .requests = {{77, 77}}, .page_tokens = 64, .q = type, .kv = type}};
     AttentionPrefillProblem zero(c, 1), nan(c, 1), infinite(c, 1);
@@ -143,10 +164,10 @@ TEST(AttentionPrefill, FieldCaseH05UnusedSlots) {
       }
     }
     for (AttentionPrefillProblem* p : {&zero, &nan, &infinite})
-      ASSERT_OK(attention_prefill(p->args, Stream{}));
+      ASSERT_OK(done(attention_prefill(p->args, stream), stream));
     EXPECT_TRUE(same_bits(nan.args.attention.output, zero.args.attention.output));
     EXPECT_TRUE(same_bits(infinite.args.attention.output, zero.args.attention.output));
-  }
+  });
 }
 
 /// https://github.com/flashinfer-ai/flashinfer/pull/3136 : a page offset of 2^31 elements wrapped and read elsewhere.
@@ -209,13 +230,35 @@ TEST(AttentionPrefill, LargeHeadsGoToTheReference) {
   AttentionPrefillProblem p(c, 1);
   const Choice choice = attention_prefill_explain(p.args, Stream{});
   EXPECT_EQ(choice.row, "reference");
-  ASSERT_EQ(choice.refused.size(), 1u);
-  EXPECT_EQ(choice.refused[0].reason, "needs head_dim <= 512, got 513");
+  ASSERT_FALSE(choice.refused.empty());
+  EXPECT_EQ(choice.refused.back().reason, "needs head_dim <= 512, got 513");
   EXPECT_OK(attention_prefill(p.args, Stream{}));
   Dispatch preference;
   ASSERT_OK(preference.prefer("attention_prefill=cpu"));
   EXPECT_FAILS(attention_prefill(p.args, Stream{.dispatch = &preference}), Code::unsupported,
                "needs head_dim <= 512, got 513");
+}
+
+TEST(AttentionPrefill, RefusesWrongScales) {
+  const AttentionPrefillCase c{{.name = "",
+                                .requests = {{20, 5}, {7, 7}},
+                                .q = DType::fp8_e4m3,
+                                .kv = DType::fp8_e4m3,
+                                .scale_per_key = true}};
+  const auto fails = [&](auto&& change, const char* text) {
+    AttentionPrefillProblem p(c, 1);
+    change(p);
+    EXPECT_FAILS(attention_prefill(p.args, Stream{}), Code::invalid_argument, text);
+  };
+  fails([](auto& p) { p.args.attention.q_scale = {}; }, "q_scale is absent");
+  fails([](auto& p) { p.args.attention.k_scale = {}; }, "k_scale is absent");
+  fails([](auto& p) { p.args.attention.v_scale = {}; }, "v_scale is absent");
+  fails([](auto& p) { p.args.attention.q_scale.shape[1] = 8; }, "q_scale.shape[1] is 8, needs heads_q = 9");
+  fails([](auto& p) { p.args.attention.k_scale.shape[2] = 2; }, "k_scale.shape[2] is 2, needs heads_kv = 3");
+  fails([](auto& p) { p.args.attention.v_scale.shape[0] = 2; }, "v_scale.shape[0] is 2, needs heads_kv = 3");
+  fails([](auto& p) { p.args.attention.output.dtype = DType::fp8_e4m3; }, "needs output of type");
+  fails([](auto& p) { p.args.attention.q.dtype = p.args.attention.output.dtype = DType::bf16; },
+        "q_scale.shape[0] is 12, needs no q_scale");
 }
 
 TEST(AttentionPrefill, RefusesWhatDisagrees) {
@@ -229,6 +272,8 @@ TEST(AttentionPrefill, RefusesWhatDisagrees) {
   fails([](auto& p) { p.args.attention.output.dtype = DType::bf16; }, "needs output of type f32, got bf16");
   fails([](auto& p) { p.args.attention.softmax_scale = NAN; }, "softmax_scale is nan");
   fails([](auto& p) { p.args.attention.window = -1; }, "window is -1, needs at least 0");
+  fails([](auto& p) { p.args.max_query_tokens = -1; }, "max_query_tokens is -1, needs at least 0");
+  fails([](auto& p) { p.args.max_query_tokens = 6; }, "request 1 has 7 query tokens, needs at most");
   fails([](auto& p) { p.args.split_tokens = -1; }, "split_tokens is -1, needs at least 0");
   fails([](auto& p) { p.kv_lengths.template as<int32_t>()[1] = -3; }, "kv_lengths[1] is -3, needs 0 .. 48");
   fails([](auto& p) { p.kv_lengths.template as<int32_t>()[1] = 49; }, "kv_lengths[1] is 49, needs 0 .. 48");

@@ -13,6 +13,43 @@ Bound bound_of(const AttentionPrologueCase& c, const Tensor& out, double largest
   return Bound{arithmetic, 0} + Bound::store(out.dtype) + Bound::store(out.dtype);
 }
 
+/// Dequantised fp8: both sides are rounded, and values a rounding apart may fall on neighbouring codes. Neighbours are 2^-3
+/// of a value apart, 2^-9 of the scale near zero.
+::testing::AssertionResult close_fp8(double got, double got_scale, double want, double want_scale) {
+  const double difference = std::abs(got * got_scale - want * want_scale);
+  const double allowed = std::max(std::abs(want) * 0x1p-3, 0x1p-9) * want_scale * (1 + 0x1p-16);
+  if (difference <= allowed) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure()
+         << got << " x " << got_scale << ", reference " << want << " x " << want_scale;
+}
+
+/// Every stored head of an fp8 output, with its scales; poison where nothing may be written. `scale_at(i)` is the scale's
+/// index of head i in row-major order.
+template <class ScaleAt>
+::testing::AssertionResult close_heads(const Tensor& got, const Tensor& want, const Tensor& got_scale,
+                                       const Tensor& want_scale, double scale_error, ScaleAt&& scale_at) {
+  const std::vector<double> a = values_of(got), b = values_of(want);
+  const std::vector<double> sa = values_of(got_scale), sb = values_of(want_scale);
+  const size_t head_dim = static_cast<size_t>(got.shape[got.rank - 1]);
+  int differing = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const size_t s = scale_at(i / head_dim);
+    if (std::isnan(b[i])) {
+      if (std::isnan(a[i])) continue;
+      return ::testing::AssertionFailure() << "element " << i << " was written";
+    }
+    if (!(std::abs(sa[s] - sb[s]) <= scale_error * sb[s]))
+      return ::testing::AssertionFailure() << "scale " << s << " is " << sa[s] << ", reference " << sb[s];
+    if (const auto close = close_fp8(a[i], sa[s], b[i], sb[s]); !close)
+      return ::testing::AssertionFailure() << "element " << i << " is " << close.message();
+    differing += a[i] != b[i];
+  }
+  // Neighbouring codes are for values on the border between them: few.
+  if (static_cast<size_t>(differing) > 2 + a.size() / 100)
+    return ::testing::AssertionFailure() << differing << " of " << a.size() << " codes differ";
+  return ::testing::AssertionSuccess();
+}
+
 double largest_of(const Tensor& t) {
   double largest = 0;
   for (double v : values_of(t))
@@ -45,9 +82,25 @@ TEST(AttentionPrologue, EveryRowAgreesWithTheReference) {
         ASSERT_OK(row.run(got.args, stream));
         // A rotated pair is as long as it was; the norm keeps values below sqrt(head_dim) times the weight.
         const double q = 2 * largest_of(want.args.q), kv = 2 * largest_of(want.args.k);
-        EXPECT_TRUE(close(got.args.q, want.args.q, bound_of(c, got.q, q)));
-        EXPECT_TRUE(close_or_untouched(got.args.k, want.args.k, bound_of(c, got.k, kv)));
-        EXPECT_TRUE(close_or_untouched(got.args.v, want.args.v, Bound::store(c.kv)));
+        // A made scale follows one value: its rounding, and that of the arithmetic before it.
+        const double scale_error = (4 * std::sqrt(static_cast<double>(c.head_dim)) + 16) * 0x1p-24 * 2;
+        if (c.q == DType::fp8_e4m3) {
+          EXPECT_TRUE(close_heads(got.args.q, want.args.q, got.q_scale, want.q_scale, scale_error,
+                                  [](size_t head) { return head; }));
+        } else {
+          EXPECT_TRUE(close(got.args.q, want.args.q, bound_of(c, got.q, q)));
+        }
+        if (c.kv == DType::fp8_e4m3) {
+          EXPECT_TRUE(close_heads(got.args.k, want.args.k, got.k_scale, want.k_scale, scale_error,
+                                  [&](size_t head) { return c.made_k_scale ? head : 0; }));
+          EXPECT_TRUE(close_heads(got.args.v, want.args.v, got.v_scale, want.v_scale, 0, [&](size_t head) {
+            return c.v_scale_per_head ? head % static_cast<size_t>(c.heads_kv) : 0;
+          }));
+          EXPECT_TRUE(got.k_scale.canaries_intact() && got.q_scale.canaries_intact());
+        } else {
+          EXPECT_TRUE(close_or_untouched(got.args.k, want.args.k, bound_of(c, got.k, kv)));
+          EXPECT_TRUE(close_or_untouched(got.args.v, want.args.v, Bound::store(c.kv)));
+        }
         EXPECT_TRUE(got.q.canaries_intact() && got.k.canaries_intact() && got.v.canaries_intact());
       });
     }
@@ -69,6 +122,7 @@ TEST(AttentionPrologue, HandWorked) {
                              .eps = 0};
   const double rms = std::sqrt(12.5);
   for (const Row<AttentionPrologueArgs>& row : kAttentionPrologueRows) {
+    if (row.device != Device::cpu) continue;  // these tensors are on the stack
     SCOPED_TRACE(row.name);
     args.qk_norm = QkNorm::none;
     args.q_norm_weight = args.k_norm_weight = {};
@@ -132,6 +186,48 @@ TEST(AttentionPrologue, FieldCaseH06OffsetsBeyond32Bits) {
   EXPECT_TRUE(same_bits(far.args.q.at(1), near.args.q.at(0)));
   EXPECT_TRUE(same_bits(far.args.k.at(kPage).at(7), near.args.k.at(0).at(7)));
   EXPECT_TRUE(same_bits(far.args.v.at(kPage).at(7), near.args.v.at(0).at(7)));
+}
+
+/// What the CPU refuses, a GPU row skips: the query is zero, no key or value is stored, nothing beside it changes.
+TEST(AttentionPrologue, OutOfRangeOnTheGpu) {
+  const AttentionPrologueCase c{.name = "", .tokens = 4, .qkv = DType::bf16, .kv = DType::bf16};
+  for (const Stream& stream : test_streams()) {
+    if (stream.device == Device::cpu) continue;
+    const AttentionPrologueProblem any(c, 1);
+    for_each_fitting_row(kAttentionPrologue, any.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      AttentionPrologueProblem p(c, 1);
+      p.positions.as<int32_t>()[0] = 1000;
+      p.positions.as<int32_t>()[1] = -1;
+      p.slots.as<int64_t>()[2] = 32;
+      p.slots.as<int64_t>()[3] = 5;
+      ASSERT_OK(row.run(p.args, stream));
+      const std::vector<double> q = values_of(p.args.q), k = values_of(p.args.k);
+      for (size_t i = 0; i < 3 * 9 * 64; ++i) ASSERT_EQ(q[i], 0) << i;
+      EXPECT_NE(q[3 * 9 * 64], 0);
+      for (size_t i = 0; i < k.size(); ++i) ASSERT_EQ(std::isnan(k[i]), i / (3 * 64) != 5) << i;
+      EXPECT_TRUE(p.q.canaries_intact() && p.k.canaries_intact() && p.v.canaries_intact());
+    });
+  }
+}
+
+TEST(AttentionPrologue, RefusesWrongScales) {
+  const AttentionPrologueCase c{
+      .name = "", .tokens = 2, .kv = DType::fp8_e4m3, .q = DType::fp8_e4m3, .made_k_scale = true};
+  const auto fails = [&](auto&& change, const char* text) {
+    AttentionPrologueProblem p(c, 1);
+    change(p);
+    EXPECT_FAILS(attention_prologue(p.args, Stream{}), Code::invalid_argument, text);
+  };
+  fails([](auto& p) { p.args.q_scale = {}; }, "q_scale is absent");
+  fails([](auto& p) { p.args.k_scale = {}; }, "k_scale is absent");
+  fails([](auto& p) { p.args.v_scale = {}; }, "v_scale is absent");
+  fails([](auto& p) { p.args.q_scale.shape[1] = 8; }, "q_scale.shape[1] is 8, needs heads_q = 9");
+  fails([](auto& p) { p.args.k_scale.shape[1] = 8; }, "k_scale.shape[1] is 8, needs page_tokens = 16");
+  fails([](auto& p) { p.args.v_scale.shape[0] = 2; }, "v_scale.shape[0] is 2, needs heads_kv = 3");
+  fails([](auto& p) { p.args.q.dtype = DType::f32; }, "q_scale.shape[0] is 2, needs no q_scale");
+  fails([](auto& p) { p.args.k.dtype = p.args.v.dtype = DType::f16; },
+        "k_scale.shape[0] is 2, needs no k_scale");
 }
 
 TEST(AttentionPrologue, RefusesWhatDisagrees) {

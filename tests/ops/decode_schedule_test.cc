@@ -97,42 +97,53 @@ TEST(DecodeSchedule, EveryRowGivesTheSameSoundMap) {
     expect_sound(want);
     EXPECT_OK(
         check_schedule("test", want.schedule.as<int32_t>(), c.params, want.kv_lengths, want.query_start));
-    for_each_fitting_row(kDecodeSchedule, want.args, Stream{}, [&](const auto& row) {
-      SCOPED_TRACE(row.name);
-      DecodeScheduleProblem got(c);
-      ASSERT_OK(row.run(got.args, Stream{}));
-      EXPECT_EQ(std::memcmp(got.schedule.as<char>(), want.schedule.as<char>(), got.schedule.bytes()), 0);
-      EXPECT_TRUE(got.schedule.canaries_intact());
-    });
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kDecodeSchedule, want.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        DecodeScheduleProblem got(c);
+        ASSERT_OK(row.run(got.args, stream));
+        EXPECT_EQ(std::memcmp(got.schedule.as<char>(), want.schedule.as<char>(), got.schedule.bytes()), 0);
+        EXPECT_TRUE(got.schedule.canaries_intact());
+      });
+    }
   }
 }
 
-/// Random batches, all into one buffer: what an earlier call left there must not show.
+/// Random batches, all into one buffer: what an earlier call left there must not show. A row on a GPU gets fewer of them:
+/// each is a launch and a few allocations.
 TEST(DecodeSchedule, RandomBatchesIntoOneBuffer) {
-  std::mt19937 rng(1);
-  const auto below = [&](uint32_t n) { return static_cast<int64_t>(rng() % n); };
-  Guarded buffer(DType::i32, {decode_schedule_ints(20, 40)});
-  for (int repeat = 0; repeat < 10000; ++repeat) {
-    DecodeScheduleCase c{"", {}, {}};
-    c.params = {.heads_kv = 1 + below(4),
-                .tile_tokens = 1 + below(80),
-                .workers = 1 + below(40),
-                .min_tiles = 1 + below(4),
-                .request_cost = below(2) * below(6),
-                .window = below(2) * below(300),
-                .piece_tiles = below(2) * (1 + below(5))};
-    const int64_t requests = below(20);
-    for (int64_t b = 0; b < requests; ++b) {
-      c.lengths.push_back(static_cast<int32_t>(below(2) == 0 ? below(10) : below(2000)));
-      c.rows.push_back(static_cast<int32_t>(below(9)));
-    }
-    DecodeScheduleProblem want(c), got(c);
-    got.args.schedule = buffer;
-    ASSERT_OK(decode_schedule_reference(want.args, Stream{}));
-    ASSERT_OK(decode_schedule(got.args, Stream{}));
-    ASSERT_EQ(std::memcmp(buffer.as<char>(), want.schedule.as<char>(), want.schedule.bytes()), 0) << repeat;
-    if (repeat % 4 == 0) expect_sound(want);
-    if (testing::Test::HasFailure()) FAIL() << "at " << repeat;
+  for (const Stream& stream : test_streams()) {
+    const DecodeScheduleProblem any({"", {1}, {}});
+    for_each_fitting_row(kDecodeSchedule, any.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      std::mt19937 rng(1);
+      const auto below = [&](uint32_t n) { return static_cast<int64_t>(rng() % n); };
+      Guarded buffer(DType::i32, {decode_schedule_ints(20, 40)});
+      const int repeats = stream.device == Device::cpu ? 5000 : 500;
+      for (int repeat = 0; repeat < repeats; ++repeat) {
+        DecodeScheduleCase c{"", {}, {}};
+        c.params = {.heads_kv = 1 + below(4),
+                    .tile_tokens = 1 + below(80),
+                    .workers = 1 + below(40),
+                    .min_tiles = 1 + below(4),
+                    .request_cost = below(2) * below(6),
+                    .window = below(2) * below(300),
+                    .piece_tiles = below(2) * (1 + below(5))};
+        const int64_t requests = below(20);
+        for (int64_t b = 0; b < requests; ++b) {
+          c.lengths.push_back(static_cast<int32_t>(below(2) == 0 ? below(10) : below(2000)));
+          c.rows.push_back(static_cast<int32_t>(below(9)));
+        }
+        DecodeScheduleProblem want(c), got(c);
+        got.args.schedule = buffer;
+        ASSERT_OK(decode_schedule_reference(want.args, Stream{}));
+        ASSERT_OK(row.run(got.args, stream));
+        ASSERT_EQ(std::memcmp(buffer.as<char>(), want.schedule.as<char>(), want.schedule.bytes()), 0)
+            << repeat;
+        if (repeat % 4 == 0) expect_sound(want);
+        if (testing::Test::HasFailure()) FAIL() << "at " << repeat;
+      }
+    });
   }
 }
 

@@ -10,6 +10,35 @@ void check_query_start(Checker& check, const Tensor& query_start, int64_t reques
             static_cast<double>(query_start.shape[0]), "requests + 1");
 }
 
+void check_fp8_scales(Checker& check, const Tensor& q, const Tensor& k, const Tensor& q_scale,
+                      const Tensor& k_scale, const Tensor& v_scale) {
+  const auto absent = [&](const Tensor& scale, std::string_view name, std::string_view needs) {
+    check.that(!scale.present(), name, static_cast<double>(scale.shape[0]), needs);
+  };
+  if (q.dtype == DType::fp8_e4m3) {
+    check.tensor("q_scale", q_scale, {"tokens", "heads_q"})
+        .dtype("q_scale", q_scale, dtypes_mask(DType::f32));
+  } else {
+    absent(q_scale, "q_scale.shape[0]", "no q_scale, because q is not fp8");
+  }
+  if (k.dtype != DType::fp8_e4m3) {
+    absent(k_scale, "k_scale.shape[0]", "no k_scale, because k is not fp8");
+    absent(v_scale, "v_scale.shape[0]", "no v_scale, because v is not fp8");
+    return;
+  }
+  if (k_scale.rank == 3) {
+    check.tensor("k_scale", k_scale, {"pages", "page_tokens", "heads_kv"});
+  } else {
+    check.tensor("k_scale", k_scale, {"1"});
+  }
+  if (v_scale.rank == 1 && v_scale.shape[0] == 1) {
+    check.tensor("v_scale", v_scale, {"1"});
+  } else {
+    check.tensor("v_scale", v_scale, {"heads_kv"});
+  }
+  check.dtype("k_scale", k_scale, dtypes_mask(DType::f32)).dtype("v_scale", v_scale, dtypes_mask(DType::f32));
+}
+
 void check_attention(Checker& check, const AttentionArgs& args) {
   check.tensor("q", args.q, {"tokens", "heads_q", "head_dim"})
       .tensor("k", args.k, {"pages", "page_tokens", "heads_kv", "head_dim"})
@@ -19,14 +48,17 @@ void check_attention(Checker& check, const AttentionArgs& args) {
       .tensor("output", args.output, {"tokens", "heads_q", "head_dim"})
       .optional("sinks", args.sinks, {"heads_q"})
       .optional("lse", args.lse, {"tokens", "heads_q"})
-      .dtype("q", args.q, dtypes_mask(DType::f32, DType::bf16))
-      .dtype("k", args.k, dtypes_mask(DType::f32, DType::bf16, DType::f16))
+      .dtype("q", args.q, dtypes_mask(DType::f32, DType::bf16, DType::fp8_e4m3))
+      .dtype("k", args.k, dtypes_mask(DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3))
       .dtype("v", args.v, dtypes_mask(args.k.dtype))
       .dtype("page_table", args.page_table, dtypes_mask(DType::i32))
       .dtype("kv_lengths", args.kv_lengths, dtypes_mask(DType::i32))
-      .dtype("output", args.output, dtypes_mask(args.q.dtype))
+      .dtype(
+          "output", args.output,
+          args.q.dtype == DType::fp8_e4m3 ? dtypes_mask(DType::f32, DType::bf16) : dtypes_mask(args.q.dtype))
       .dtype("sinks", args.sinks, dtypes_mask(DType::f32))
       .dtype("lse", args.lse, dtypes_mask(DType::f32));
+  check_fp8_scales(check, args.q, args.k, args.q_scale, args.k_scale, args.v_scale);
   const int64_t requests = check["requests"], heads_q = check["heads_q"], heads_kv = check["heads_kv"];
   check_query_start(check, args.query_start, requests);
   check.that(heads_kv > 0 && heads_q % heads_kv == 0, "heads_q", static_cast<double>(heads_q),
@@ -83,15 +115,20 @@ Facts attention_facts(const AttentionArgs& args) {
       .add("group", args.k.shape[2] > 0 ? args.q.shape[1] / args.k.shape[2] : 0)
       .add("page_tokens", args.k.shape[1])
       .add("q", args.q.dtype)
-      .add("kv", args.k.dtype);
+      .add("kv", args.k.dtype)
+      .add("k_alignment", alignment_of(args.k))
+      .add("v_alignment", alignment_of(args.v));
 }
 
 Cost attention_cost(const AttentionArgs& args) {
   const int64_t keys = args.page_table.elements() * args.k.shape[1];
   const int64_t per_key = 2 * args.k.shape[2] * args.k.shape[3] * info_of(args.k.dtype).block_bytes;
+  const int64_t scales = args.k_scale.rank == 3 ? keys * args.k.shape[2] * 4 : 0;
   const int64_t requests = args.page_table.shape[0];
   const int64_t rows = requests > 0 ? args.q.shape[0] * args.q.shape[1] * keys / requests : 0;
-  return {2 * args.q.bytes() + args.lse.bytes() + keys * per_key, 4 * rows * args.q.shape[2]};
+  return {args.q.bytes() + args.q_scale.bytes() + args.output.bytes() + args.lse.bytes() + keys * per_key +
+              scales,
+          4 * rows * args.q.shape[2]};
 }
 
 }  // namespace vivace

@@ -14,6 +14,11 @@ namespace vivace {
 
 void check_query_start(Checker& check, const Tensor& query_start, int64_t requests);
 
+/// Scale tensors: present exactly with fp8, f32, of the shapes that AttentionArgs names. "tokens", "heads_q", "pages",
+/// "page_tokens" and "heads_kv" are defined.
+void check_fp8_scales(Checker& check, const Tensor& q, const Tensor& k, const Tensor& q_scale,
+                      const Tensor& k_scale, const Tensor& v_scale);
+
 /// Shapes, types and options. Defines "tokens", "requests", "heads_q", "heads_kv", "head_dim", "pages",
 /// "page_tokens" and "max_pages".
 void check_attention(Checker& check, const AttentionArgs& args);
@@ -30,6 +35,22 @@ inline constexpr Need kHeadOnStack[] = {{"head_dim", Need::at_most, kMaxHeadDim}
 /// Bytes of q, output, lse and of all keys and values that the page table has room for; flops of all rows
 /// over all of them.
 Cost attention_cost(const AttentionArgs& args);
+
+/// What a stored element of k or v is multiplied by: 1 without fp8. On the CPU.
+inline float k_scale_of(const Tensor& k_scale, int64_t page, int64_t slot, int64_t head) {
+  if (!k_scale.present()) return 1.f;
+  if (k_scale.rank == 1) return *k_scale.as<const float>();
+  return k_scale
+      .as<const float>()[page * k_scale.stride[0] + slot * k_scale.stride[1] + head * k_scale.stride[2]];
+}
+inline float v_scale_of(const Tensor& v_scale, int64_t head) {
+  if (!v_scale.present()) return 1.f;
+  return v_scale.as<const float>()[v_scale.shape[0] == 1 ? 0 : head * v_scale.stride[0]];
+}
+inline float q_scale_of(const Tensor& q_scale, int64_t token, int64_t head) {
+  return q_scale.present() ? q_scale.as<const float>()[token * q_scale.stride[0] + head * q_scale.stride[1]]
+                           : 1.f;
+}
 
 inline double softmax_scale_of(const AttentionArgs& args) {
   return args.softmax_scale != 0 ? args.softmax_scale : 1 / std::sqrt(static_cast<double>(args.q.shape[2]));

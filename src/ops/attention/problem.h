@@ -32,13 +32,29 @@ struct AttentionCase {
   KvLayout layout = KvLayout::token_head;
   int64_t q_row_stride = 0;  ///< elements between tokens of q and output; 0: contiguous
   double score_deviation = 1;
+  bool scale_per_key = false;   ///< with an fp8 cache: K has a scale per key and head instead of one
+  bool scale_per_head = false;  ///< with an fp8 cache: V has a scale per head instead of one
+  DType output = DType::none;   ///< none: that of q, and bf16 with an fp8 q
 };
+
+/// The cases, and each of those in fp32 once more in bf16, which is what a GPU takes.
+template <class Case>
+std::vector<Case> with_bf16(std::vector<Case> cases) {
+  for (size_t i = 0, count = cases.size(); i < count; ++i) {
+    if (cases[i].attention.q != DType::f32) continue;
+    Case copy = cases[i];
+    copy.attention.q = copy.attention.kv = DType::bf16;
+    cases.push_back(copy);
+  }
+  return cases;
+}
 
 /// A case with its memory. Pages are handed out in shuffled order, the last page of the pool in use. Everything
 /// that no query may read is poisoned: slots past a length, unused pages, and page-table entries past a
 /// request's last page or wholly before its window, which name a page that does not exist.
 struct AttentionProblem {
-  Guarded q, kv, k_memory, v_memory, page_table, kv_lengths, query_start, output, sinks, lse;
+  Guarded q, kv, k_memory, v_memory, page_table, kv_lengths, query_start, output, sinks, lse, q_scale,
+      k_scale, v_scale;
   AttentionArgs args;
   int64_t max_rows = 1;
 
@@ -55,9 +71,12 @@ struct AttentionProblem {
     }
     const int64_t pages = used_pages + 2;
     allocate_cache(c, pages);
-    q = rows_of_heads(c, tokens);
-    output = rows_of_heads(c, tokens);
-    q.random(rng, c.score_deviation);
+    const DType plain = c.q == DType::fp8_e4m3 ? DType::bf16 : c.q;
+    q = rows_of_heads(c, c.q, tokens);
+    output = rows_of_heads(c, c.output == DType::none ? plain : c.output, tokens);
+    const bool fp8_q = c.q == DType::fp8_e4m3;
+    q.random(rng,
+             fp8_q ? 100 : c.score_deviation);  // so that an fp8 row uses its range, as made scales have it
     page_table = Guarded(DType::i32, {requests, max_pages});
     kv_lengths = Guarded(DType::i32, {requests});
     query_start = Guarded(DType::i32, {requests + 1});
@@ -70,6 +89,22 @@ struct AttentionProblem {
     args.k = k_view;
     args.v = v_view;
     args.sinks = sinks;
+    if (fp8_q) {
+      q_scale = Guarded(DType::f32, {tokens, c.heads_q});
+      for (int64_t i = 0; i < tokens * c.heads_q; ++i)
+        q_scale.as<float>()[i] = static_cast<float>(c.score_deviation * 0.01) * (0.75f + 0.5f * unit(rng));
+    }
+    if (c.kv == DType::fp8_e4m3) {
+      k_scale = c.scale_per_key ? Guarded(DType::f32, {pages, c.page_tokens, c.heads_kv})
+                                : Guarded(DType::f32, {1});
+      if (!c.scale_per_key) k_scale.as<float>()[0] = 0.011f;
+      v_scale = Guarded(DType::f32, {c.scale_per_head ? c.heads_kv : 1});
+      for (int64_t i = 0; i < v_scale.tensor().shape[0]; ++i)
+        v_scale.as<float>()[i] = 0.008f + 0.002f * static_cast<float>(i);
+    }
+    args.q_scale = q_scale;
+    args.k_scale = k_scale;
+    args.v_scale = v_scale;
     args.lse = lse;
     args.softmax_scale = c.softmax_scale;
     args.window = c.window;
@@ -112,8 +147,9 @@ struct AttentionProblem {
   }
 
  private:
-  static Guarded rows_of_heads(const AttentionCase& c, int64_t tokens) {
-    return Guarded(c.q, {tokens, c.heads_q * c.head_dim}, c.q_row_stride);
+  static float unit(std::mt19937& rng) { return static_cast<float>(rng() >> 8) * 0x1p-24f; }
+  static Guarded rows_of_heads(const AttentionCase& c, DType dtype, int64_t tokens) {
+    return Guarded(dtype, {tokens, c.heads_q * c.head_dim}, c.q_row_stride);
   }
   static Tensor as_heads(const Tensor& rows, const AttentionCase& c, int64_t tokens) {
     Tensor t = rows;
@@ -126,6 +162,7 @@ struct AttentionProblem {
     const int64_t page = c.page_tokens * c.heads_kv * c.head_dim;
     Tensor view;
     view.dtype = c.kv;
+    view.device = CaseMemory::current().device;
     view.rank = 4;
     view.shape = {pages, c.page_tokens, c.heads_kv, c.head_dim};
     view.stride = {page, c.heads_kv * c.head_dim, c.head_dim, 1};
@@ -152,12 +189,16 @@ struct AttentionProblem {
       for (float& v : values) v = normal(table_rng);
       return values;
     }();
+    const double deviation = args.k.dtype == DType::fp8_e4m3 ? 100 : 1;  // the range of fp8 in use
     for (int64_t h = 0; h < args.k.shape[2]; ++h) {
+      if (args.k_scale.rank == 3) {
+        args.k_scale.at(page).at(slot).as<float>()[h] = 0.01f * (0.75f + 0.5f * unit(rng));
+      }
       for (const Tensor* cache : {&args.k, &args.v}) {
         const int64_t at = page * cache->stride[0] + slot * cache->stride[1] + h * cache->stride[2];
         const uint32_t from = rng();
         for (int64_t d = 0; d < args.k.shape[3]; ++d)
-          store(cache->dtype, cache->data, at + d, noise[(from + d) % noise.size()]);
+          store(cache->dtype, cache->data, at + d, deviation * noise[(from + d) % noise.size()]);
       }
     }
   }

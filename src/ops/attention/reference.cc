@@ -10,11 +10,13 @@ namespace vivace {
 
 namespace {
 
+int64_t page_of(const AttentionArgs& args, int64_t request, int64_t j) {
+  return args.page_table.as<const int32_t>()[request * args.page_table.stride[0] + j / args.k.shape[1]];
+}
+
 /// Element offset of key `j` of a request in k or v.
 int64_t key_offset(const AttentionArgs& args, const Tensor& cache, int64_t request, int64_t j, int64_t head) {
-  const int64_t page_tokens = cache.shape[1];
-  const int32_t* table = args.page_table.as<const int32_t>() + request * args.page_table.stride[0];
-  return table[j / page_tokens] * cache.stride[0] + j % page_tokens * cache.stride[1] +
+  return page_of(args, request, j) * cache.stride[0] + j % cache.shape[1] * cache.stride[1] +
          head * cache.stride[2];
 }
 
@@ -32,11 +34,13 @@ void reference_row(const AttentionArgs& args, int64_t request, int64_t i, int64_
     double score = 0;
     for (int64_t d = 0; d < head_dim; ++d)
       score += double{load(q.dtype, q.data, d)} * load(args.k.dtype, args.k.data, offset + d);
-    score *= softmax_scale_of(args);
+    score *= softmax_scale_of(args) * q_scale_of(args.q_scale, row, head) *
+             k_scale_of(args.k_scale, page_of(args, request, j), j % args.k.shape[1], head_kv);
     if (args.soft_cap > 0) score = args.soft_cap * std::tanh(score / args.soft_cap);
     scores.push_back(score);
   }
 
+  const double v_scale = v_scale_of(args.v_scale, head_kv);
   std::vector<double> sum(head_dim, 0.0);
   double denominator = 0, lse = -kInfinity;
   if (!scores.empty()) {
@@ -54,7 +58,7 @@ void reference_row(const AttentionArgs& args, int64_t request, int64_t i, int64_
     lse = maximum + std::log(denominator);
   }
   for (int64_t d = 0; d < head_dim; ++d)
-    store(output.dtype, output.data, d, scores.empty() ? 0.0 : sum[d] / denominator);
+    store(output.dtype, output.data, d, scores.empty() ? 0.0 : sum[d] / denominator * v_scale);
   if (args.lse.present()) store(DType::f32, args.lse.at(row).data, head, lse);
 }
 

@@ -16,6 +16,7 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "src/cpu/convert-inl.h"
@@ -44,20 +45,40 @@ HWY_INLINE int64_t pitch_of(int64_t head_dim) {
   return (head_dim + lanes() - 1) / lanes() * lanes();
 }
 
+/// What the codes of e4m3 mean.
+HWY_INLINE const float* fp8_values() {
+  static const std::array<float, 256> values = [] {
+    std::array<float, 256> v;
+    for (int i = 0; i < 256; ++i) v[i] = fp8_to_f32(static_cast<uint8_t>(i));
+    return v;
+  }();
+  return values.data();
+}
+
 /// The keys and values of one (request, KV head).
 struct KeySource {
-  Tensor k, v;  ///< [pages, page_tokens, head_dim]
+  Tensor k, v;     ///< [pages, page_tokens, head_dim]
+  Tensor k_scale;  ///< with fp8: [1], or [pages, page_tokens]
+  float v_scale = 1;
   const int32_t* table;
 
   KeySource(const AttentionArgs& args, int64_t request, int64_t head_kv)
       : k(of_head(args.k, head_kv)),
         v(of_head(args.v, head_kv)),
+        k_scale(args.k_scale.rank == 3 ? of_head(args.k_scale, head_kv) : args.k_scale),
+        v_scale(v_scale_of(args.v_scale, head_kv)),
         table(args.page_table.as<const int32_t>() + request * args.page_table.stride[0]) {}
 
+  float k_scale_at(int64_t page, int64_t offset) const {
+    if (k_scale.rank != 2) return *k_scale.as<const float>();
+    return k_scale.as<const float>()[page * k_scale.stride[0] + offset * k_scale.stride[1]];
+  }
+
+  /// Without its dimension 2, which is that of the head.
   static Tensor of_head(const Tensor& cache, int64_t head) {
     Tensor one = cache;
     one.data = static_cast<char*>(cache.data) + head * cache.stride[2] * info_of(cache.dtype).block_bytes;
-    one.rank = 3;
+    one.rank = cache.rank - 1;
     one.shape[2] = cache.shape[3];
     one.stride[2] = 1;
     return one;
@@ -98,6 +119,23 @@ struct KeyBlock {
   alignas(64) float v[kBlockKeys * kMaxHeadDim];
 };
 
+/// gather() of an fp8 cache; scale(page, offset) is of one key.
+template <class Scale>
+HWY_INLINE void gather_fp8(const Tensor& cache, const int32_t* table, int64_t block, int64_t begin,
+                           int64_t end, int64_t pitch, float* scratch, const float** rows, Scale&& scale) {
+  const int64_t page_tokens = cache.shape[1], head_dim = cache.shape[2];
+  const float* values = fp8_values();
+  for (int64_t j = begin; j < end; ++j) {
+    const int64_t page = table[j / page_tokens], offset = j % page_tokens;
+    const uint8_t* row = cache.as<const uint8_t>() + page * cache.stride[0] + offset * cache.stride[1];
+    const float factor = scale(page, offset);
+    float* to = scratch + (j - block) * pitch;
+    rows[j - block] = to;
+    for (int64_t i = 0; i < head_dim; ++i) to[i] = values[row[i]] * factor;
+    for (int64_t i = head_dim; i < pitch; ++i) to[i] = 0;
+  }
+}
+
 /// Rows [begin, end) of a block that starts at key `block`, as pointers into `rows`.
 HWY_INLINE void gather(const Tensor& cache, const int32_t* table, int64_t block, int64_t begin, int64_t end,
                        int64_t pitch, float* scratch, const float** rows) {
@@ -134,7 +172,7 @@ HWY_INLINE void gather(const Tensor& cache, const int32_t* table, int64_t block,
 /// the hardware does not foresee: without this a decode step waits for each row.
 HWY_INLINE void prefetch(const Tensor& cache, const int32_t* table, int64_t begin, int64_t end) {
   constexpr int64_t kLine = 64;
-  const int64_t page_tokens = cache.shape[1], element = cache.dtype == DType::f32 ? 4 : 2;
+  const int64_t page_tokens = cache.shape[1], element = info_of(cache.dtype).block_bytes;
   const int64_t row_bytes = cache.shape[2] * element;
   for (int64_t j = begin; j < end;) {
     const int64_t page = j / page_tokens, offset = j - page * page_tokens;
@@ -327,8 +365,15 @@ HWY_NOINLINE void attend(const KeySource& source, int64_t begin, int64_t end, Qu
   std::fill(keys.zeros, keys.zeros + rows.pitch, 0.0f);
   for (int64_t block = begin / kBlockKeys * kBlockKeys; block < end; block += kBlockKeys) {
     const int64_t from = std::max(begin, block), to = std::min(end, block + kBlockKeys);
-    gather(source.k, source.table, block, from, to, rows.pitch, keys.k, keys.k_rows);
-    gather(source.v, source.table, block, from, to, rows.pitch, keys.v, keys.v_rows);
+    if (source.k.dtype == DType::fp8_e4m3) {
+      gather_fp8(source.k, source.table, block, from, to, rows.pitch, keys.k, keys.k_rows,
+                 [&](int64_t page, int64_t offset) { return source.k_scale_at(page, offset); });
+      gather_fp8(source.v, source.table, block, from, to, rows.pitch, keys.v, keys.v_rows,
+                 [&](int64_t, int64_t) { return source.v_scale; });
+    } else {
+      gather(source.k, source.table, block, from, to, rows.pitch, keys.k, keys.k_rows);
+      gather(source.v, source.table, block, from, to, rows.pitch, keys.v, keys.v_rows);
+    }
     const int64_t next = std::min(end, to + kBlockKeys);
     prefetch(source.k, source.table, to, next);
     prefetch(source.v, source.table, to, next);
@@ -359,6 +404,13 @@ HWY_NOINLINE void load_queries(const AttentionArgs& args, const RequestRange& ra
       rows.first[row] = range.first_key(t, args.window);
       rows.last[row] = range.last_key(t);
       float* to = rows.q + row * rows.pitch;
+      if (args.q.dtype == DType::fp8_e4m3) {
+        const auto* from = args.q.at(range.row_begin + t).at(h).as<const uint8_t>();
+        const float scaled = factor * q_scale_of(args.q_scale, range.row_begin + t, h);
+        for (int64_t i = 0; i < rows.head_dim; ++i) to[i] = fp8_values()[from[i]] * scaled;
+        for (int64_t i = rows.head_dim; i < rows.pitch; ++i) to[i] = 0;
+        continue;
+      }
       with_storage(args.q.dtype, [&](auto type) {
         using T = decltype(type);
         const auto* from = args.q.at(range.row_begin + t).at(h).template as<const typename T::Element>();

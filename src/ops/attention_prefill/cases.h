@@ -24,8 +24,8 @@ inline std::span<const AttentionPrefillCase> attention_prefill_cases(CaseSize si
         .kv = DType::bf16,
         .lse = false}},
   };
-  constexpr DType kF32 = DType::f32, kF16 = DType::f16, kBf16 = DType::bf16;
-  static const std::vector<AttentionPrefillCase> test = {
+  constexpr DType kF32 = DType::f32, kF16 = DType::f16, kBf16 = DType::bf16, kFp8 = DType::fp8_e4m3;
+  static const std::vector<AttentionPrefillCase> test = with_bf16<AttentionPrefillCase>({
       {{.name = "no requests", .requests = {}}},
       {{.name = "one key",
         .requests = {{1, 1}},
@@ -92,7 +92,63 @@ inline std::span<const AttentionPrefillCase> attention_prefill_cases(CaseSize si
       {{.name = "large scores", .requests = {{100, 100}}, .score_deviation = 60}},
       {{.name = "groups of 48", .requests = {{200, 200}, {48, 5}, {49, 49}}}, 48},
       {{.name = "groups of 64 with window", .requests = {{300, 150}}, .window = 100, .sinks = true}, 64},
-  };
+      {{.name = "fp8",
+        .requests = {{150, 150}, {20, 3}, {333, 40}},
+        .heads_q = 8,
+        .heads_kv = 2,
+        .head_dim = 128,
+        .page_tokens = 64,
+        .q = kFp8,
+        .kv = kFp8}},
+      {{.name = "fp8, everything",
+        .requests = {{190, 90}, {64, 64}, {0, 1}},
+        .heads_q = 14,
+        .heads_kv = 2,
+        .head_dim = 96,
+        .page_tokens = 1,
+        .q = kFp8,
+        .kv = kFp8,
+        .window = 50,
+        .soft_cap = 20,
+        .softmax_scale = 0.3,
+        .sinks = true,
+        .layout = KvLayout::head_token,
+        .scale_per_key = true,
+        .scale_per_head = true},
+       48},
+      {{.name = "bf16 over fp8, head 256",
+        .requests = {{90, 33}},
+        .heads_q = 4,
+        .heads_kv = 1,
+        .head_dim = 256,
+        .q = kBf16,
+        .kv = kFp8,
+        .layout = KvLayout::interleaved,
+        .scale_per_key = true}},
+      {{.name = "head 256, groups",
+        .requests = {{300, 70}},
+        .heads_q = 2,
+        .heads_kv = 1,
+        .head_dim = 256,
+        .q = kBf16,
+        .kv = kBf16},
+       64},
+      {{.name = "fp8, f32 out, odd rows",
+        .requests = {{90, 33}},
+        .heads_q = 3,
+        .heads_kv = 1,
+        .q = kFp8,
+        .kv = kFp8,
+        .q_row_stride = 3 * 64 + 7,
+        .output = DType::f32}},
+      {{.name = "bf16 over f16",
+        .requests = {{150, 40}},
+        .heads_q = 5,
+        .heads_kv = 1,
+        .page_tokens = 128,
+        .q = kBf16,
+        .kv = kF16}},
+  });
   return size == CaseSize::serving ? serving : test;
 }
 
@@ -100,7 +156,8 @@ struct AttentionPrefillProblem : AttentionProblem {
   AttentionPrefillArgs args;
 
   AttentionPrefillProblem(const AttentionPrefillCase& c, uint32_t seed)
-      : AttentionProblem(c.attention, seed), args{AttentionProblem::args, c.split_tokens} {}
+      : AttentionProblem(c.attention, seed),
+        args{.attention = AttentionProblem::args, .split_tokens = c.split_tokens} {}
 };
 
 }  // namespace vivace

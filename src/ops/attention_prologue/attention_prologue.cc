@@ -46,6 +46,7 @@ Facts attention_prologue_facts(const AttentionPrologueArgs& args) {
 Status attention_prologue(const AttentionPrologueArgs& args, const Stream& stream) {
   constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
   constexpr int64_t kPlain = dtypes_mask(DType::f32, DType::bf16, DType::f16);
+  constexpr int64_t kFp8 = dtypes_mask(DType::fp8_e4m3);
   Checker check(kName, stream.device);
   check.tensor("q", args.q, {"tokens", "heads_q", "head_dim"})
       .tensor("qkv", args.qkv, {"tokens", "qkv width"})
@@ -56,8 +57,8 @@ Status attention_prologue(const AttentionPrologueArgs& args, const Stream& strea
       .optional("q_norm_weight", args.q_norm_weight, {"head_dim"})
       .optional("k_norm_weight", args.k_norm_weight, {"head_dim"})
       .dtype("qkv", args.qkv, kActivations)
-      .dtype("q", args.q, kActivations)
-      .dtype("k", args.k, kPlain)
+      .dtype("q", args.q, kActivations | kFp8)
+      .dtype("k", args.k, kPlain | kFp8)
       .dtype("v", args.v, dtypes_mask(args.k.dtype))
       .dtype("slots", args.slots, dtypes_mask(DType::i64))
       .dtype("cos_sin", args.cos_sin, dtypes_mask(DType::f32))
@@ -67,6 +68,7 @@ Status attention_prologue(const AttentionPrologueArgs& args, const Stream& strea
     check.tensor("positions", args.positions, {"tokens"})
         .dtype("positions", args.positions, dtypes_mask(DType::i32));
   }
+  check_fp8_scales(check, args.q, args.k, args.q_scale, args.k_scale, args.v_scale);
   const int64_t head_dim = check["head_dim"], rotary_dim = check["rotary_dim"];
   check
       .that(args.qkv.shape[1] == (check["heads_q"] + 2 * check["heads_kv"]) * head_dim, "qkv.shape[1]",
@@ -95,9 +97,10 @@ Status attention_prologue(const AttentionPrologueArgs& args, const Stream& strea
 Cost attention_prologue_cost(const AttentionPrologueArgs& args) {
   const int64_t tokens = args.q.shape[0], head_dim = args.q.shape[2];
   const int64_t kv = 2 * tokens * args.k.shape[2] * head_dim * info_of(args.k.dtype).block_bytes;
+  const int64_t scales = args.q_scale.bytes() + (args.k_scale.rank == 3 ? tokens * args.k.shape[2] * 4 : 0);
   const int64_t table = args.cos_sin.present() ? tokens * args.cos_sin.shape[1] * 4 : 0;
   const int64_t rotated = tokens * (args.q.shape[1] + args.k.shape[2]);
-  return {args.qkv.bytes() + args.q.bytes() + kv + table,
+  return {args.qkv.bytes() + args.q.bytes() + kv + scales + table,
           rotated * (3 * args.cos_sin.shape[1] + (args.qk_norm == QkNorm::none ? 0 : 4 * head_dim))};
 }
 

@@ -22,12 +22,14 @@ struct AttentionPrologueCase {
   bool head_token = false;  ///< pages as [head, token, dim]
   int64_t qkv_padding = 0;  ///< elements between rows of qkv
   double deviation = 1;
+  bool made_k_scale = false;  ///< with an fp8 cache: one per token and head instead of one
+  bool v_scale_per_head = false;
 };
 
 inline std::span<const AttentionPrologueCase> attention_prologue_cases(CaseSize size) {
   constexpr QkNorm kBefore = QkNorm::norm_then_rope, kAfter = QkNorm::rope_then_norm;
   constexpr RopeStyle kPairs = RopeStyle::interleaved;
-  constexpr DType kF16 = DType::f16, kBf16 = DType::bf16, kF32 = DType::f32;
+  constexpr DType kF16 = DType::f16, kBf16 = DType::bf16, kF32 = DType::f32, kFp8 = DType::fp8_e4m3;
   static const std::vector<AttentionPrologueCase> serving = {
       {.name = "SmolLM2 decode 8", .tokens = 8, .style = kPairs},
       {.name = "SmolLM2 prefill 512", .tokens = 512, .style = kPairs},
@@ -49,6 +51,17 @@ inline std::span<const AttentionPrologueCase> attention_prologue_cases(CaseSize 
        .qkv = kBf16,
        .kv = kBf16,
        .weight = kBf16,
+       .eps = 1e-5},
+      {.name = "Hy3 decode 64, fp8",
+       .tokens = 64,
+       .heads_q = 64,
+       .heads_kv = 8,
+       .head_dim = 128,
+       .qk_norm = kAfter,
+       .qkv = kBf16,
+       .kv = kFp8,
+       .weight = kBf16,
+       .q = kFp8,
        .eps = 1e-5},
   };
   static const std::vector<AttentionPrologueCase> test = [] {
@@ -75,6 +88,30 @@ inline std::span<const AttentionPrologueCase> attention_prologue_cases(CaseSize 
          .kv = kF32,
          .weight = kF16,
          .q = kF32},
+        {.name = "fp8, given scales", .tokens = 7, .qk_norm = kBefore, .qkv = kBf16, .kv = kFp8, .q = kFp8},
+        {.name = "fp8, made scales",
+         .tokens = 7,
+         .qk_norm = kAfter,
+         .style = kPairs,
+         .kv = kFp8,
+         .q = kFp8,
+         .made_k_scale = true,
+         .v_scale_per_head = true},
+        {.name = "fp8 cache, head 6",
+         .tokens = 4,
+         .heads_q = 2,
+         .heads_kv = 2,
+         .head_dim = 6,
+         .kv = kFp8,
+         .head_token = true,
+         .made_k_scale = true},
+        {.name = "fp8 q, bf16 cache",
+         .tokens = 5,
+         .head_dim = 80,
+         .rotary_dim = 40,
+         .qkv = kBf16,
+         .kv = kBf16,
+         .q = kFp8},
         {.name = "tiny heads, eps 1e-5", .tokens = 3, .qk_norm = kBefore, .eps = 1e-5, .deviation = 1e-3},
         {.name = "tiny heads, eps 1e-6", .tokens = 3, .qk_norm = kAfter, .eps = 1e-6, .deviation = 1e-3},
     };
@@ -103,7 +140,7 @@ inline std::span<const AttentionPrologueCase> attention_prologue_cases(CaseSize 
 
 /// Every third token has slot -1; the others are scattered over the pool, its last slot in use.
 struct AttentionPrologueProblem {
-  Guarded qkv, q_norm_weight, k_norm_weight, cos_sin, positions, slots, q, k, v;
+  Guarded qkv, q_norm_weight, k_norm_weight, cos_sin, positions, slots, q, k, v, q_scale, k_scale, v_scale;
   AttentionPrologueArgs args;
 
   AttentionPrologueProblem(const AttentionPrologueCase& c, uint32_t seed) {
@@ -149,6 +186,18 @@ struct AttentionPrologueProblem {
             .qk_norm = c.qk_norm,
             .rope_style = c.style,
             .eps = c.eps};
+    if (args.q.dtype == DType::fp8_e4m3) q_scale = Guarded(DType::f32, {c.tokens, c.heads_q});
+    if (c.kv == DType::fp8_e4m3) {
+      k_scale =
+          c.made_k_scale ? Guarded(DType::f32, {pages, c.page_tokens, c.heads_kv}) : Guarded(DType::f32, {1});
+      if (!c.made_k_scale) k_scale.as<float>()[0] = 0.013f;
+      v_scale = Guarded(DType::f32, {c.v_scale_per_head ? c.heads_kv : 1});
+      for (int64_t i = 0; i < v_scale.tensor().shape[0]; ++i)
+        v_scale.as<float>()[i] = 0.01f + 0.003f * static_cast<float>(i);
+    }
+    args.q_scale = q_scale;
+    args.k_scale = k_scale;
+    args.v_scale = v_scale;
     if (c.head_token) {
       for (Tensor* t : {&args.k, &args.v}) {
         t->stride[1] = c.head_dim;

@@ -10,6 +10,7 @@
 #include <hwy/highway.h>
 
 #include <cmath>
+#include <limits>
 
 #include "src/cpu/convert-inl.h"
 #include "src/cpu/simd.h"
@@ -40,6 +41,21 @@ HWY_INLINE void store_head(const float* from, int64_t head_dim, typename To::Ele
   int64_t i = 0;
   for (; i + step <= head_dim; i += step) store_from_f32(d, To{}, hn::LoadU(d, from + i), to + i);
   for (; i < head_dim; ++i) store_one(To{}, from[i], to + i);
+}
+
+/// max|x| / 448, and at least the smallest normal number; NaN when any of x is.
+HWY_INLINE float made_scale(const float* x, int64_t head_dim) {
+  float largest = 0;
+  for (int64_t i = 0; i < head_dim; ++i) {
+    const float v = std::abs(x[i]);
+    largest = v > largest || std::isnan(v) ? v : largest;
+  }
+  const float scale = largest / 448.f;
+  return scale < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : scale;
+}
+
+HWY_INLINE void quantise_head(const float* from, float scale, int64_t head_dim, uint8_t* to) {
+  for (int64_t i = 0; i < head_dim; ++i) to[i] = f32_to_fp8(from[i] / scale);
 }
 
 /// x *= weight / sqrt(mean(x * x) + eps)
@@ -119,7 +135,12 @@ void attention_prologue_token(const AttentionPrologueArgs& args, int64_t t) {
     if (table != nullptr) rotate(head, table, half, args.rope_style);
     if (args.qk_norm == QkNorm::rope_then_norm) normalise();
   };
-  const auto store_to = [&](const Tensor& to) {
+  // `given`: the scale of an fp8 tensor, unless one is made and stored at `made`.
+  const auto store_to = [&](const Tensor& to, float given = 1, float* made = nullptr) {
+    if (to.dtype == DType::fp8_e4m3) {
+      if (made != nullptr) *made = given = made_scale(head, head_dim);
+      return quantise_head(head, given, head_dim, to.as<uint8_t>());
+    }
     with_storage(to.dtype, [&](auto type) {
       using To = decltype(type);
       store_head<To>(head, head_dim, to.as<typename To::Element>());
@@ -130,22 +151,26 @@ void attention_prologue_token(const AttentionPrologueArgs& args, int64_t t) {
     using From = decltype(type);
     const auto* from = args.qkv.at(t).as<const typename From::Element>();
     const Tensor q = args.q.at(t);
+    const Tensor& q_scale = args.q_scale;
     for (int64_t h = 0; h < heads_q; ++h, from += head_dim) {
       load_head<From>(from, head_dim, head);
       prepare(args.q_norm_weight);
-      store_to(q.at(h));
+      store_to(q.at(h), 1, q_scale.present() ? q_scale.at(t).as<float>() + h * q_scale.stride[1] : nullptr);
     }
     if (slot < 0) return;
-    const Tensor k = args.k.at(slot / page_tokens).at(slot % page_tokens);
+    const int64_t page = slot / page_tokens, offset = slot % page_tokens;
+    const Tensor k = args.k.at(page).at(offset);
+    float* made_k = args.k_scale.rank == 3 ? args.k_scale.at(page).at(offset).as<float>() : nullptr;
     for (int64_t h = 0; h < heads_kv; ++h, from += head_dim) {
       load_head<From>(from, head_dim, head);
       prepare(args.k_norm_weight);
-      store_to(k.at(h));
+      store_to(k.at(h), made_k ? 1 : k_scale_of(args.k_scale, page, offset, h),
+               made_k ? made_k + h * args.k_scale.stride[2] : nullptr);
     }
-    const Tensor v = args.v.at(slot / page_tokens).at(slot % page_tokens);
+    const Tensor v = args.v.at(page).at(offset);
     for (int64_t h = 0; h < heads_kv; ++h, from += head_dim) {
       load_head<From>(from, head_dim, head);
-      store_to(v.at(h));
+      store_to(v.at(h), v_scale_of(args.v_scale, h));
     }
   });
 }

@@ -1,7 +1,10 @@
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "src/core/number.h"
+#include "src/ops/attention/args.h"
 #include "src/ops/attention_prologue/table.h"
 
 namespace vivace {
@@ -31,6 +34,14 @@ void rotate(Head& x, const Tensor& cos_sin, RopeStyle style) {
   }
 }
 
+/// The scale that quantize_fp8 makes of a row; a NaN shows.
+float made_scale(const Head& x) {
+  double largest = 0;
+  for (double v : x) largest = std::abs(v) > largest || std::isnan(v) ? std::abs(v) : largest;
+  const float scale = static_cast<float>(largest) / 448.f;
+  return scale < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : scale;
+}
+
 }  // namespace
 
 Status attention_prologue_reference(const AttentionPrologueArgs& args, const Stream&) {
@@ -50,15 +61,27 @@ Status attention_prologue_reference(const AttentionPrologueArgs& args, const Str
         if (args.qk_norm == QkNorm::rope_then_norm) norm(x, weight, args.eps);
       }
       Tensor to;
+      float scale = 1, *made_to = nullptr;  // both of fp8
       if (is_q) {
         to = args.q.at(t).at(h);
+        if (args.q_scale.present()) made_to = args.q_scale.at(t).as<float>() + h * args.q_scale.stride[1];
       } else if (slot >= 0) {
         const Tensor& cache = is_v ? args.v : args.k;
         const int64_t head = is_v ? h - heads_q - heads_kv : h - heads_q;
-        to = cache.at(slot / cache.shape[1]).at(slot % cache.shape[1]).at(head);
+        const int64_t page = slot / cache.shape[1], offset = slot % cache.shape[1];
+        to = cache.at(page).at(offset).at(head);
+        if (is_v) {
+          scale = v_scale_of(args.v_scale, head);
+        } else if (args.k_scale.rank == 3) {
+          made_to = args.k_scale.at(page).at(offset).as<float>() + head * args.k_scale.stride[2];
+        } else {
+          scale = k_scale_of(args.k_scale, page, offset, head);
+        }
       }
       if (!to.present()) continue;
-      for (int64_t d = 0; d < head_dim; ++d) store(to.dtype, to.data, d, x[d]);
+      if (made_to != nullptr) *made_to = scale = made_scale(x);
+      for (int64_t d = 0; d < head_dim; ++d)
+        store(to.dtype, to.data, d, to.dtype == DType::fp8_e4m3 ? static_cast<float>(x[d]) / scale : x[d]);
     }
   }
   return {};

@@ -8,10 +8,17 @@ namespace vivace {
 Status attention_prologue_reference(const AttentionPrologueArgs& args, const Stream& stream);
 
 Status attention_prologue_cpu(const AttentionPrologueArgs& args, const Stream& stream);
+Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& stream);
 
 Facts attention_prologue_facts(const AttentionPrologueArgs& args);
 
+inline constexpr Need kAttentionPrologueCudaNeeds[] = {{"compute_capability", Need::at_least, 80}};
+
 inline constexpr Row<AttentionPrologueArgs> kAttentionPrologueRows[] = {
+#if VIVACE_CUDA
+    {"cuda.head", Device::cuda, kAttentionPrologueCudaNeeds, attention_prologue_cuda,
+     "a warp per head and token, any strides and types"},
+#endif
     {"cpu.simd",
      Device::cpu,
      {},

@@ -7,103 +7,7 @@
 
 namespace vivace {
 
-namespace {
-
-int64_t div_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-}  // namespace
-
-int64_t ScheduleView::groups(int64_t request) const {
-  const Record& r = record(request);
-  if (piece_tiles() == 0 || r.tiles == 0) return 1;
-  return div_up(r.first_tile + r.tiles, piece_tiles()) - r.first_tile / piece_tiles();
-}
-
-int64_t ScheduleView::end_of_group(int64_t request, int64_t tile) const {
-  if (piece_tiles() == 0) return std::numeric_limits<int64_t>::max();
-  const int64_t absolute = record(request).first_tile + tile;
-  return (absolute / piece_tiles() + 1) * piece_tiles() - record(request).first_tile;
-}
-
-SchedulePiece ScheduleView::piece(int64_t worker, const Start& at, int64_t until) const {
-  const Record& r = record(at.request);
-  SchedulePiece piece{at.request, at.head_kv, int64_t{r.first_tile} + at.tile, until - at.tile, -1};
-  if (at.tile == 0 && until >= r.tiles) return piece;
-  if (piece_tiles() > 0) {
-    const int64_t group = piece.first_tile / piece_tiles() - r.first_tile / piece_tiles();
-    piece.slot = r.groups_before + at.head_kv * groups(at.request) + group;
-  } else {
-    piece.slot = 2 * worker + (at.tile == 0 ? 1 : 0);
-  }
-  return piece;
-}
-
-ScheduleView::Start ScheduleView::cut(int64_t worker) const {
-  const int64_t active = active_workers();
-  if (worker >= active) return {static_cast<int32_t>(requests()), 0, 0, 0};
-  const int64_t weight = record(requests()).weight_before * heads_kv();
-  const int64_t position = worker * (weight / active) + std::min(worker, weight % active);
-  // The last request that begins at or before `position`. One of no weight begins where the next one does,
-  // so the last of them is the one that has weight.
-  const Record* after = std::upper_bound(
-      &record(0), &record(requests()), position,
-      [&](int64_t p, const Record& record) { return p < record.weight_before * heads_kv(); });
-  int64_t b = after - &record(0) - 1;
-  const int64_t inside = position - record(b).weight_before * heads_kv();
-  const int64_t unit = record(b + 1).weight_before - record(b).weight_before;
-  int64_t h = inside / unit, tile = std::max<int64_t>(0, inside % unit - header(schedule_map::kRequestCost));
-  if (piece_tiles() > 0 && tile > 0) {
-    const int64_t first = record(b).first_tile;
-    tile = div_up(first + tile, piece_tiles()) * piece_tiles() - first;
-    if (tile >= record(b).tiles) {  // no group begins between here and the unit's end
-      tile = 0;
-      if (++h == heads_kv()) {
-        h = 0;
-        do ++b;
-        while (b < requests() && !scheduled(b));
-      }
-    }
-  }
-  return {static_cast<int32_t>(b), static_cast<int32_t>(h), static_cast<int32_t>(tile), 0};
-}
-
-int64_t ScheduleView::merge_tasks() const {
-  if (piece_tiles() > 0) return record(requests()).groups_before > 0 ? requests() * heads_kv() : 0;
-  for (int64_t worker = 1; worker < active_workers(); ++worker)
-    if (start(worker).tile > 0) return active_workers();
-  return 0;
-}
-
-bool ScheduleView::split_at(int64_t task, ScheduleSplit& split) const {
-  if (piece_tiles() > 0) {
-    const int64_t b = task / heads_kv(), h = task % heads_kv(), pieces = groups(b);
-    if (pieces <= 1) return false;
-    const int64_t first = record(b).groups_before + h * pieces;
-    split = {b, h, pieces, first, first + 1, 1};
-    return true;
-  }
-  // The task of a cut unit is the first worker that begins inside it; the one before has its first piece.
-  const auto inside = [&](int64_t worker, const Start& unit) {
-    const Start& at = start(worker);
-    return at.tile > 0 && at.request == unit.request && at.head_kv == unit.head_kv;
-  };
-  const Start& unit = start(task);
-  if (task == 0 || unit.tile == 0 || inside(task - 1, unit)) return false;
-  int64_t end = task + 1;
-  while (end < active_workers() && inside(end, unit)) ++end;
-  split = {unit.request, unit.head_kv, end - task + 1, 2 * (task - 1) + 1, 2 * task, 2};
-  return true;
-}
-
-TileRange tiles_of(int64_t keys, int64_t rows, int64_t tile_tokens, int64_t window) {
-  if (rows == 0 || keys == 0) return {0, 0};
-  // The first row, at position keys - rows, sees the keys above keys - rows - window.
-  const int64_t first_key = window > 0 ? std::max<int64_t>(0, keys - rows + 1 - window) : 0;
-  const int64_t first_tile = std::min(first_key, keys) / tile_tokens;
-  return {first_tile, div_up(keys, tile_tokens) - first_tile};
-}
+using internal::div_up;
 
 void check_schedule_params(Checker& check, const DecodeScheduleParams& params) {
   constexpr int64_t kMax = int64_t{1} << 30;
@@ -119,11 +23,6 @@ void check_schedule_params(Checker& check, const DecodeScheduleParams& params) {
   in_range("params.piece_tiles", params.piece_tiles, 0);
   check.that(params.window >= 0 && params.window <= std::numeric_limits<int32_t>::max(), "params.window",
              static_cast<double>(params.window), "0 .. 2^31 - 1");
-}
-
-int64_t active_workers_of(const DecodeScheduleParams& params, int64_t weight_of_one_head) {
-  const int64_t weight = weight_of_one_head * params.heads_kv;
-  return weight == 0 ? 0 : std::clamp<int64_t>(weight / params.min_tiles, 1, params.workers);
 }
 
 int64_t max_partial_slots(const DecodeScheduleParams& params, int64_t requests, int64_t max_keys) {

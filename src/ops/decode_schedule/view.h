@@ -1,14 +1,24 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 
 #include "src/core/checks.h"
+#include "src/core/host_device.h"
 #include "vivace/decode_schedule.h"
 
-// Reads the map of decode_schedule: the layout in names, and the walk that turns two starts into pieces.
+// Reads the map of decode_schedule: the layout in names, and the walk that turns two starts into pieces. Kernels read it
+// with the same functions.
 
 namespace vivace {
+
+namespace internal {
+VIVACE_HOST_DEVICE constexpr int64_t div_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+}  // namespace internal
 
 namespace schedule_map {
 inline constexpr int64_t kHeaderInts = 16, kStartInts = 4, kRecordInts = 4;
@@ -37,8 +47,28 @@ struct ScheduleSplit {
   int64_t request, head_kv;
   int64_t pieces;
   int64_t first_slot, next_slot, slot_step;
-  int64_t slot(int64_t i) const { return i == 0 ? first_slot : next_slot + (i - 1) * slot_step; }
+  VIVACE_HOST_DEVICE int64_t slot(int64_t i) const {
+    return i == 0 ? first_slot : next_slot + (i - 1) * slot_step;
+  }
 };
+
+/// Tiles [first_tile, first_tile + tiles) that the `rows` last tokens of a request of `keys` keys look at.
+struct TileRange {
+  int64_t first_tile, tiles;
+};
+VIVACE_HOST_DEVICE inline TileRange tiles_of(int64_t keys, int64_t rows, int64_t tile_tokens,
+                                             int64_t window) {
+  if (rows == 0 || keys == 0) return {0, 0};
+  // The first row, at position keys - rows, sees the keys above keys - rows - window.
+  const int64_t first_key = window > 0 ? std::max<int64_t>(0, keys - rows + 1 - window) : 0;
+  const int64_t first_tile = std::min(first_key, keys) / tile_tokens;
+  return {first_tile, internal::div_up(keys, tile_tokens) - first_tile};
+}
+/// Groups that a unit with these tiles is cut into with `piece_tiles`; at least 1.
+VIVACE_HOST_DEVICE inline int64_t groups_of(const TileRange& range, int64_t piece_tiles) {
+  if (piece_tiles == 0 || range.tiles == 0) return 1;
+  return internal::div_up(range.first_tile + range.tiles, piece_tiles) - range.first_tile / piece_tiles;
+}
 
 class ScheduleView {
  public:
@@ -51,32 +81,32 @@ class ScheduleView {
     bool operator==(const Record&) const = default;
   };
 
-  explicit ScheduleView(const int32_t* map) : map_(map) {}
+  VIVACE_HOST_DEVICE explicit ScheduleView(const int32_t* map) : map_(map) {}
 
-  int64_t header(schedule_map::Header field) const { return map_[field]; }
-  int64_t requests() const { return header(schedule_map::kRequests); }
-  int64_t heads_kv() const { return header(schedule_map::kHeadsKv); }
-  int64_t workers() const { return header(schedule_map::kWorkers); }
-  int64_t active_workers() const { return header(schedule_map::kActive); }
-  int64_t tile_tokens() const { return header(schedule_map::kTileTokens); }
-  int64_t piece_tiles() const { return header(schedule_map::kPieceTiles); }
+  VIVACE_HOST_DEVICE int64_t header(schedule_map::Header field) const { return map_[field]; }
+  VIVACE_HOST_DEVICE int64_t requests() const { return header(schedule_map::kRequests); }
+  VIVACE_HOST_DEVICE int64_t heads_kv() const { return header(schedule_map::kHeadsKv); }
+  VIVACE_HOST_DEVICE int64_t workers() const { return header(schedule_map::kWorkers); }
+  VIVACE_HOST_DEVICE int64_t active_workers() const { return header(schedule_map::kActive); }
+  VIVACE_HOST_DEVICE int64_t tile_tokens() const { return header(schedule_map::kTileTokens); }
+  VIVACE_HOST_DEVICE int64_t piece_tiles() const { return header(schedule_map::kPieceTiles); }
 
-  const Start& start(int64_t worker) const { return starts()[worker]; }
-  const Record& record(int64_t request) const { return records()[request]; }
+  VIVACE_HOST_DEVICE const Start& start(int64_t worker) const { return starts()[worker]; }
+  VIVACE_HOST_DEVICE const Record& record(int64_t request) const { return records()[request]; }
   /// False for a request without query rows, which no worker visits.
-  bool scheduled(int64_t request) const {
+  VIVACE_HOST_DEVICE bool scheduled(int64_t request) const {
     return record(request + 1).weight_before > record(request).weight_before;
   }
 
   /// Where the rule puts start(worker), from the header and the records alone.
-  Start cut(int64_t worker) const;
+  VIVACE_HOST_DEVICE Start cut(int64_t worker) const;
 
   /// Groups that a unit of this request is cut into with piece_tiles; at least 1.
-  int64_t groups(int64_t request) const;
+  VIVACE_HOST_DEVICE int64_t groups(int64_t request) const;
 
   /// Calls body(SchedulePiece) for each piece of `worker`, in order.
   template <class Body>
-  void for_each_piece(int64_t worker, Body&& body) const {
+  VIVACE_HOST_DEVICE void for_each_piece(int64_t worker, Body&& body) const {
     Start at = start(worker);
     const Start end = start(worker + 1);
     while (at.request < end.request ||
@@ -102,32 +132,115 @@ class ScheduleView {
   }
 
   /// Tasks of the merge: task i may have a unit to put together, see split_at. 0 when nothing was cut.
-  int64_t merge_tasks() const;
+  VIVACE_HOST_DEVICE int64_t merge_tasks() const;
   /// Whether merge task `task` has a unit that was cut, and which.
-  bool split_at(int64_t task, ScheduleSplit& split) const;
+  VIVACE_HOST_DEVICE bool split_at(int64_t task, ScheduleSplit& split) const;
 
  private:
-  const Start* starts() const { return reinterpret_cast<const Start*>(map_ + schedule_map::kHeaderInts); }
-  const Record* records() const {
+  VIVACE_HOST_DEVICE const Start* starts() const {
+    return reinterpret_cast<const Start*>(map_ + schedule_map::kHeaderInts);
+  }
+  VIVACE_HOST_DEVICE const Record* records() const {
     return reinterpret_cast<const Record*>(map_ + schedule_map::kHeaderInts +
                                            schedule_map::kStartInts * (workers() + 1));
   }
-  int64_t end_of_group(int64_t request, int64_t tile) const;
-  SchedulePiece piece(int64_t worker, const Start& at, int64_t until) const;
+  VIVACE_HOST_DEVICE int64_t end_of_group(int64_t request, int64_t tile) const;
+  VIVACE_HOST_DEVICE SchedulePiece piece(int64_t worker, const Start& at, int64_t until) const;
 
   const int32_t* map_;
 };
 
-/// Tiles [first_tile, first_tile + tiles) that the `rows` last tokens of a request of `keys` keys look at.
-struct TileRange {
-  int64_t first_tile, tiles;
-};
-TileRange tiles_of(int64_t keys, int64_t rows, int64_t tile_tokens, int64_t window);
+VIVACE_HOST_DEVICE inline int64_t ScheduleView::groups(int64_t request) const {
+  const Record& r = record(request);
+  return groups_of({r.first_tile, r.tiles}, piece_tiles());
+}
+
+VIVACE_HOST_DEVICE inline int64_t ScheduleView::end_of_group(int64_t request, int64_t tile) const {
+  if (piece_tiles() == 0) return std::numeric_limits<int64_t>::max();
+  const int64_t absolute = record(request).first_tile + tile;
+  return (absolute / piece_tiles() + 1) * piece_tiles() - record(request).first_tile;
+}
+
+VIVACE_HOST_DEVICE inline SchedulePiece ScheduleView::piece(int64_t worker, const Start& at,
+                                                            int64_t until) const {
+  const Record& r = record(at.request);
+  SchedulePiece piece{at.request, at.head_kv, int64_t{r.first_tile} + at.tile, until - at.tile, -1};
+  if (at.tile == 0 && until >= r.tiles) return piece;
+  if (piece_tiles() > 0) {
+    const int64_t group = piece.first_tile / piece_tiles() - r.first_tile / piece_tiles();
+    piece.slot = r.groups_before + at.head_kv * groups(at.request) + group;
+  } else {
+    piece.slot = 2 * worker + (at.tile == 0 ? 1 : 0);
+  }
+  return piece;
+}
+
+VIVACE_HOST_DEVICE inline ScheduleView::Start ScheduleView::cut(int64_t worker) const {
+  const int64_t active = active_workers();
+  if (worker >= active) return {static_cast<int32_t>(requests()), 0, 0, 0};
+  const int64_t weight = record(requests()).weight_before * heads_kv();
+  const int64_t position = worker * (weight / active) + std::min(worker, weight % active);
+  // The last request that begins at or before `position`. One of no weight begins where the next one does,
+  // so the last of them is the one that has weight.
+  int64_t b = 0;
+  for (int64_t end = requests(); b + 1 < end;) {
+    const int64_t middle = (b + end) / 2;
+    (record(middle).weight_before * heads_kv() <= position ? b : end) = middle;
+  }
+  const int64_t inside = position - record(b).weight_before * heads_kv();
+  const int64_t unit = record(b + 1).weight_before - record(b).weight_before;
+  int64_t h = inside / unit, tile = std::max<int64_t>(0, inside % unit - header(schedule_map::kRequestCost));
+  if (piece_tiles() > 0 && tile > 0) {
+    const int64_t first = record(b).first_tile;
+    tile = internal::div_up(first + tile, piece_tiles()) * piece_tiles() - first;
+    if (tile >= record(b).tiles) {  // no group begins between here and the unit's end
+      tile = 0;
+      if (++h == heads_kv()) {
+        h = 0;
+        do ++b;
+        while (b < requests() && !scheduled(b));
+      }
+    }
+  }
+  return {static_cast<int32_t>(b), static_cast<int32_t>(h), static_cast<int32_t>(tile), 0};
+}
+
+VIVACE_HOST_DEVICE inline int64_t ScheduleView::merge_tasks() const {
+  if (piece_tiles() > 0) return record(requests()).groups_before > 0 ? requests() * heads_kv() : 0;
+  for (int64_t worker = 1; worker < active_workers(); ++worker)
+    if (start(worker).tile > 0) return active_workers();
+  return 0;
+}
+
+VIVACE_HOST_DEVICE inline bool ScheduleView::split_at(int64_t task, ScheduleSplit& split) const {
+  if (piece_tiles() > 0) {
+    const int64_t b = task / heads_kv(), h = task % heads_kv(), pieces = groups(b);
+    if (pieces <= 1) return false;
+    const int64_t first = record(b).groups_before + h * pieces;
+    split = {b, h, pieces, first, first + 1, 1};
+    return true;
+  }
+  // The task of a cut unit is the first worker that begins inside it; the one before has its first piece.
+  const auto inside = [&](int64_t worker, const Start& unit) {
+    const Start& at = start(worker);
+    return at.tile > 0 && at.request == unit.request && at.head_kv == unit.head_kv;
+  };
+  const Start& unit = start(task);
+  if (task == 0 || unit.tile == 0 || inside(task - 1, unit)) return false;
+  int64_t end = task + 1;
+  while (end < active_workers() && inside(end, unit)) ++end;
+  split = {unit.request, unit.head_kv, end - task + 1, 2 * (task - 1) + 1, 2 * task, 2};
+  return true;
+}
 
 void check_schedule_params(Checker& check, const DecodeScheduleParams& params);
 
 /// n of the rule.
-int64_t active_workers_of(const DecodeScheduleParams& params, int64_t weight_of_one_head);
+VIVACE_HOST_DEVICE inline int64_t active_workers_of(const DecodeScheduleParams& params,
+                                                    int64_t weight_of_one_head) {
+  const int64_t weight = weight_of_one_head * params.heads_kv;
+  return weight == 0 ? 0 : std::clamp<int64_t>(weight / params.min_tiles, 1, params.workers);
+}
 
 /// Slots that the partials of a call need at most, over all maps for `requests` requests of `max_keys` keys.
 int64_t max_partial_slots(const DecodeScheduleParams& params, int64_t requests, int64_t max_keys);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <span>
 
+#include "src/ops/fused_moe/table.h"
 #include "src/ops/problem.h"
 #include "vivace/fused_moe.h"
 
@@ -24,6 +25,9 @@ struct FusedMoeCase {
   bool separate = false;   ///< experts given one by one
   int64_t row_stride = 0;  ///< of x and y; 0: contiguous
   DType x = DType::f32;
+  bool blocks = false;  ///< fp8: scales of blocks of 128, not one per expert
+  int64_t block_offset = 0;
+  DType y = DType::none;  ///< none: x's
 };
 
 inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
@@ -43,12 +47,38 @@ inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
     {"more experts than tokens", 4, 16, 8, 768, 12, DType::bf16, MoeRouting::any},
     {"more pairs than a block", 600, 24, 16, 16, 8, DType::f32, MoeRouting::any, 8},
     {"bf16 activations", 3, 64, 32, 4, 2, DType::bf16, MoeRouting::distinct, 16, false, 0, DType::bf16},
+    // clang-format off
+    {"bf16 activations, one token", 1, 256, 40, 6, 3, DType::bf16, MoeRouting::any, 0, false, 0, DType::bf16},
+    {"bf16 activations, strided", 21, 72, 24, 4, 2, DType::bf16, MoeRouting::any, 8, false, 80, DType::bf16},
+    {"bf16 activations, wider than a tile", 11, 200, 136, 6, 2, DType::bf16, MoeRouting::any, 0, false, 0, DType::bf16},
+    {"bf16 activations, more experts than threads", 40, 40, 24, 300, 2, DType::bf16, MoeRouting::any, 0, false, 0,
+     DType::bf16},
+    {"bf16 activations, dozens of rows", 150, 136, 72, 4, 2, DType::bf16, MoeRouting::any, 40, false, 0, DType::bf16},
+    {"bf16 activations, hundreds of rows", 1600, 32, 256, 8, 2, DType::bf16, MoeRouting::any, 0, false, 0, DType::bf16},
+    {"bf16 activations, one expert", 70, 64, 32, 4, 2, DType::bf16, MoeRouting::one, 0, false, 0, DType::bf16},
+    {"bf16 activations, no work", 5, 64, 32, 4, 2, DType::bf16, MoeRouting::none, 0, false, 0, DType::bf16},
+    {"bf16 activations, no experts", 3, 64, 32, 0, 2, DType::bf16, MoeRouting::none, 24, false, 0, DType::bf16},
+    {"fp8", 7, 64, 48, 4, 2, DType::fp8_e4m3, MoeRouting::any, 32, false, 0, DType::fp8_e4m3},
+    {"fp8, odd sizes", 3, 37, 19, 4, 2, DType::fp8_e4m3, MoeRouting::any, 5, false, 0, DType::fp8_e4m3},
+    {"fp8, dozens of rows, bf16 out", 130, 144, 80, 3, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
+     DType::fp8_e4m3, false, 0, DType::bf16},
+    {"fp8, one by one", 9, 64, 32, 4, 2, DType::fp8_e4m3, MoeRouting::any, 16, true, 0, DType::fp8_e4m3},
+    {"fp8 blocks", 7, 272, 160, 4, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 0, DType::fp8_e4m3, true},
+    {"fp8 blocks, slice of 192 from 64", 33, 256, 192, 4, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
+     DType::fp8_e4m3, true, 64},
+    {"fp8 blocks, shared slice from 80", 150, 144, 64, 2, 2, DType::fp8_e4m3, MoeRouting::any, 96, false, 0,
+     DType::fp8_e4m3, true, 80, DType::bf16},
+    {"fp8 blocks, odd sizes", 3, 133, 150, 4, 2, DType::fp8_e4m3, MoeRouting::any, 5, true, 0, DType::fp8_e4m3, true,
+     17},
+    // clang-format on
 };
 
 inline constexpr FusedMoeCase kFusedMoeServingCases[] = {
     {"Qwen3-30B decode 1, 32 of 128 experts", 1, 2048, 768, 32, 8, DType::bf16},
     {"Qwen3-30B decode 8, 32 of 128 experts", 8, 2048, 768, 32, 8, DType::bf16},
     {"Qwen3-30B prefill 128, 32 of 128 experts", 128, 2048, 768, 32, 8, DType::bf16},
+    {"Hy3 tp8 decode 64, 24 of 192 experts, fp8", 64, 4096, 192, 24, 8, DType::fp8_e4m3, MoeRouting::distinct,
+     0, false, 0, DType::fp8_e4m3},
 };
 
 inline std::span<const FusedMoeCase> fused_moe_cases(CaseSize size) {
@@ -60,19 +90,31 @@ inline std::span<const FusedMoeCase> fused_moe_cases(CaseSize size) {
 /// stay near 1.
 struct FusedMoeProblem {
   Guarded x, gate_up, down, shared_gate, shared_up, shared_down, ids, weights, y, workspace;
+  Guarded x_scale, gate_up_scale, down_scale, act_scale, shared_scale[4];
   std::vector<ExpertWeights> experts;
   FusedMoeArgs args;
 
   FusedMoeProblem(const FusedMoeCase& c, uint32_t seed, const Stream& stream = {}) {
     std::mt19937 rng(seed);
+    const bool fp8 = c.weight == DType::fp8_e4m3;
+    // fp8 values are spread over the type's range and brought back by their scales.
+    constexpr double kSpread = 60;
     const auto matrix = [&](std::vector<int64_t> shape) {
       Guarded m(c.weight, shape);
-      m.random(rng, 1 / std::sqrt(static_cast<double>(shape.back())));
+      m.random(rng, fp8 ? kSpread : 1 / std::sqrt(static_cast<double>(shape.back())));
       return m;
     };
+    const auto scales = [&](std::vector<int64_t> shape, double mean) {
+      Guarded m(DType::f32, shape);
+      m.random(rng, 0.2 * mean, mean);
+      return m;
+    };
+    const auto weight_scale = [&](int64_t columns) {
+      return 1 / (kSpread * std::sqrt(static_cast<double>(columns)));
+    };
     x = Guarded(c.x, {c.tokens, c.hidden}, c.row_stride);
-    x.random(rng);
-    y = Guarded(c.x, {c.tokens, c.hidden}, c.row_stride);
+    x.random(rng, fp8 ? kSpread : 1);
+    y = Guarded(c.y == DType::none ? (fp8 ? DType::f32 : c.x) : c.y, {c.tokens, c.hidden}, c.row_stride);
     gate_up = matrix({c.experts, 2 * c.intermediate, c.hidden});
     down = matrix({c.experts, c.hidden, c.intermediate});
     ids = Guarded(DType::i32, {c.tokens, c.top_k});
@@ -86,13 +128,43 @@ struct FusedMoeProblem {
       shared_down = matrix({c.hidden, c.shared});
       args.shared = {shared_gate, shared_up, shared_down};
     }
+    if (fp8) {
+      constexpr double kActScale = 0.02;  // values between the products reach about 5
+      const int64_t rows = scale_blocks(c.block_offset + c.intermediate), columns = scale_blocks(c.hidden);
+      const int64_t shared_rows = scale_blocks(c.block_offset + c.shared);
+      args.block_offset = c.block_offset;
+      const auto keep = [&](Guarded& owner, Guarded made) -> const Tensor& {
+        owner = std::move(made);
+        return owner;
+      };
+      const double up = weight_scale(c.hidden), down_by = weight_scale(c.intermediate),
+                   shared_by = weight_scale(c.shared);
+      if (c.blocks) {
+        args.x_scale = keep(x_scale, scales({c.tokens, columns}, 1 / kSpread));
+        args.gate_up_scale = keep(gate_up_scale, scales({c.experts, 2, rows, columns}, up));
+        args.down_scale = keep(down_scale, scales({c.experts, columns, rows}, down_by));
+      } else {
+        args.x_scale = keep(x_scale, scales({1}, 1 / kSpread));
+        args.gate_up_scale = keep(gate_up_scale, scales({c.experts, 2}, up));
+        args.down_scale = keep(down_scale, scales({c.experts}, down_by));
+        args.act_scale = keep(act_scale, scales({c.experts}, kActScale));
+      }
+      if (c.shared > 0) {
+        const std::vector<int64_t> up_shape =
+            c.blocks ? std::vector{shared_rows, columns} : std::vector<int64_t>{1};
+        const std::vector<int64_t> down_shape =
+            c.blocks ? std::vector{columns, shared_rows} : std::vector<int64_t>{1};
+        args.shared.gate_scale = keep(shared_scale[0], scales(up_shape, up));
+        args.shared.up_scale = keep(shared_scale[1], scales(up_shape, up));
+        args.shared.down_scale = keep(shared_scale[2], scales(down_shape, shared_by));
+        if (!c.blocks) args.shared.act_scale = keep(shared_scale[3], scales({1}, kActScale));
+      }
+    }
     if (c.separate) {
       for (int64_t e = 0; e < c.experts; ++e) {
-        const Tensor both = args.gate_up.at(e);
-        experts.push_back(
-            {both.rows(0, c.intermediate), both.rows(c.intermediate, c.intermediate), args.down.at(e)});
+        experts.push_back(expert_at(args, e));
       }
-      args.gate_up = args.down = Tensor();
+      args.gate_up = args.down = args.gate_up_scale = args.down_scale = args.act_scale = Tensor();
       args.experts = experts;
     }
     take_workspace(stream);

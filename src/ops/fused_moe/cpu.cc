@@ -14,7 +14,9 @@
 #include <hwy/highway.h>
 
 #include <algorithm>
+#include <cmath>
 
+#include "src/core/number.h"
 #include "src/core/workspace.h"
 #include "src/cpu/math-inl.h"
 #include "src/cpu/simd.h"
@@ -62,8 +64,8 @@ namespace vivace {
 namespace {
 
 constexpr int64_t kMaxSlots = 4096;  // of a block of tokens: bounds the scratch, leaves an expert enough rows
-constexpr int64_t kColumns = 64;  // of a task: a few hundred kilobytes of weights, read once
-constexpr int64_t kRows = 64;     // of a product inside a task
+constexpr int64_t kColumns = 64;     // of a task: a few hundred kilobytes of weights, read once
+constexpr int64_t kRows = 64;        // of a product inside a task
 static_assert(kColumns % cpu::kPanelRows == 0);
 
 /// The scratch of one block of tokens. Slot s = token * top_k + choice; pairs with work are rows, sorted by expert.
@@ -77,6 +79,7 @@ struct Scratch {
   float* partial;         ///< [slots, hidden]
   float* shared_hidden;   ///< [block_tokens, shared intermediate]
   float* shared_partial;  ///< [block_tokens, hidden]
+  float* x;               ///< [block_tokens, hidden] fp8 activations as fp32
   int64_t bytes;
 
   Scratch(const FusedMoeArgs& args, uint8_t* memory) {
@@ -99,6 +102,7 @@ struct Scratch {
     const bool shared = args.shared.present();
     place(shared_hidden, shared ? block_tokens * args.shared.gate.shape[0] : 0);
     place(shared_partial, shared ? block_tokens * hidden_size : 0);
+    place(x, is_fp8(args) ? block_tokens * hidden_size : 0);
   }
 };
 
@@ -132,6 +136,7 @@ int64_t group_by_expert(const FusedMoeArgs& args, int64_t t0, int64_t tokens, co
 
 /// One expert's share of the block: `rows` rows of x, through `index` or in order.
 struct Group {
+  const FusedMoeArgs* args;
   const ExpertWeights* weights;
   cpu::XRows x;
   int64_t rows;
@@ -151,8 +156,10 @@ void gate_and_up(const Group& g, int64_t n0, int64_t n1) {
     } else {
       x.base += r * x.stride;
     }
-    cpu::gemm_f32(x, count, g.weights->gate, n0, n1, {}, {gate, columns});
-    cpu::gemm_f32(x, count, g.weights->up, n0, n1, {}, {up, columns});
+    cpu::gemm_f32(x, count, g.weights->gate, n0, n1, {}, {gate, columns},
+                  up_scales(*g.args, g.weights->gate_scale));
+    cpu::gemm_f32(x, count, g.weights->up, n0, n1, {}, {up, columns},
+                  up_scales(*g.args, g.weights->up_scale));
     VIVACE_SIMD(gate_by_silu)(gate, up, count * columns);
     for (int64_t i = 0; i < count; ++i) {
       std::copy_n(gate + i * columns, columns, g.hidden + (r + i) * intermediate + n0);
@@ -166,7 +173,29 @@ void down(const Group& g, int64_t n0, int64_t n1) {
   for (int64_t r = 0; r < g.rows; r += kRows) {
     const int64_t count = std::min(kRows, g.rows - r);
     cpu::gemm_f32({g.hidden + r * intermediate, intermediate}, count, g.weights->down, n0, n1, {},
-                  {g.partial + r * hidden + n0, hidden});
+                  {g.partial + r * hidden + n0, hidden}, down_scales(*g.args, g.weights->down_scale));
+  }
+}
+
+/// Row `r` of the group's intermediate becomes what fp8 keeps of it.
+void requantise(const Group& g, int64_t r) {
+  const int64_t intermediate = g.weights->gate.shape[0];
+  float* h = g.hidden + r * intermediate;
+  const auto round = [&](int64_t begin, int64_t end, float scale) {
+    for (int64_t i = begin; i < end; ++i) h[i] = fp8_to_f32(f32_to_fp8(h[i] / scale)) * scale;
+  };
+  if (!has_block_scales(*g.args)) return round(0, intermediate, *g.weights->act_scale.as<const float>());
+  for (int64_t begin = 0; begin < intermediate;) {
+    const int64_t end =
+        std::min(intermediate, (begin + g.args->block_offset) / kFp8ScaleBlock * kFp8ScaleBlock +
+                                   kFp8ScaleBlock - g.args->block_offset);
+    float largest = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      if (!(std::abs(h[i]) <= largest)) largest = std::abs(h[i]);  // a NaN stays
+      if (std::isnan(largest)) break;
+    }
+    round(begin, end, made_scale(largest));
+    begin = end;
   }
 }
 
@@ -175,19 +204,26 @@ void run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scrat
   const int64_t top_k = args.expert_ids.shape[1];
   const int64_t active = group_by_expert(args, t0, tokens, s);
   const bool shared = args.shared.present();
-  const Tensor x = args.x.rows(t0, tokens);
+  cpu::XRows x{args.x.rows(t0, tokens).as<const float>(), args.x.stride[0]};
+  if (is_fp8(args)) {
+    const Fp8Scales scales = activation_scales(args.x_scale);
+    cpu::parallel_for(stream.threads, tokens, [&](int64_t t, int) {
+      cpu::row_as_f32(args.x.dtype, args.x.at(t0 + t).data, hidden, scales, t0 + t, s.x + t * hidden);
+    });
+    x = {s.x, hidden};
+  }
 
   const auto with_group = [&](int64_t a, auto&& body) {
     if (a == active) {
-      body(
-          Group{&args.shared, {x.as<const float>(), x.stride[0]}, tokens, s.shared_hidden, s.shared_partial});
+      body(Group{&args, &args.shared, x, tokens, s.shared_hidden, s.shared_partial});
       return;
     }
     const int32_t e = s.active[a];
     const int64_t row = s.first[e];
     const ExpertWeights weights = expert_at(args, e);
-    body(Group{&weights,
-               {x.as<const float>(), x.stride[0], s.token_of_row + row},
+    body(Group{&args,
+               &weights,
+               {x.base, x.stride, s.token_of_row + row},
                s.first[e + 1] - row,
                s.hidden + row * intermediate,
                s.partial + row * hidden});
@@ -204,6 +240,14 @@ void run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scrat
     });
   };
   over_columns(intermediate, shared ? args.shared.gate.shape[0] : 0, gate_and_up);
+  if (is_fp8(args)) {
+    // A made scale needs all columns of its block.
+    cpu::parallel_for(stream.threads, active + (shared ? 1 : 0), [&](int64_t a, int) {
+      with_group(a, [&](const Group& g) {
+        for (int64_t r = 0; r < g.rows; ++r) requantise(g, r);
+      });
+    });
+  }
   over_columns(hidden, hidden, down);
 
   const auto add = VIVACE_SIMD(add_scaled);

@@ -1,5 +1,7 @@
 #include "vivace/fused_moe.h"
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "src/core/checks.h"
@@ -10,9 +12,10 @@ namespace vivace {
 
 namespace {
 
-constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
-constexpr int64_t kWeights = dtypes_mask(DType::f32, DType::f16, DType::bf16, DType::q4_0, DType::q4_1,
-                                         DType::q8_0, DType::q4_k, DType::q6_k);
+constexpr int64_t kF32 = dtypes_mask(DType::f32), kFp8 = dtypes_mask(DType::fp8_e4m3);
+constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16) | kFp8;
+constexpr int64_t kOtherWeights = dtypes_mask(DType::f32, DType::f16, DType::bf16, DType::q4_0, DType::q4_1,
+                                              DType::q8_0, DType::q4_k, DType::q6_k);
 
 /// Whether a matrix has this shape and type and rows that a kernel can read.
 bool fits(const Tensor& m, DType dtype, int64_t rows, int64_t columns) {
@@ -20,6 +23,13 @@ bool fits(const Tensor& m, DType dtype, int64_t rows, int64_t columns) {
   return m.dtype == dtype && m.rank == 2 && m.shape[0] == rows && m.shape[1] == columns &&
          (m.stride[1] == 1 || columns <= 1) && m.stride[0] >= 0 && m.stride[0] % block == 0 &&
          (m.data != nullptr || m.elements() == 0);
+}
+
+/// Whether two scales of the same matrix of two experts look alike.
+bool same_shape(const Tensor& a, const Tensor& b) {
+  if (!a.present() && !b.present()) return true;
+  return a.dtype == b.dtype && a.rank == b.rank && a.shape == b.shape && a.contiguous() &&
+         a.device == b.device && (a.data != nullptr || a.elements() == 0);
 }
 
 /// Experts given one by one must look like the first. Layers have hundreds: no string is built unless one
@@ -33,7 +43,15 @@ Status check_experts(const FusedMoeArgs& args) {
                         : !fits(w.up, first.gate.dtype, intermediate, hidden)   ? &w.up
                         : !fits(w.down, first.down.dtype, hidden, intermediate) ? &w.down
                                                                                 : nullptr;
-    if (bad == nullptr) continue;
+    if (bad == nullptr) {
+      const bool same =
+          same_shape(w.gate_scale, first.gate_scale) && same_shape(w.up_scale, first.up_scale) &&
+          same_shape(w.down_scale, first.down_scale) && same_shape(w.act_scale, first.act_scale);
+      if (same) continue;
+      return invalid_argument("fused_moe: experts[{}] has scales {}, {}, {}, {}, needs those of expert 0", e,
+                              to_string(w.gate_scale), to_string(w.up_scale), to_string(w.down_scale),
+                              to_string(w.act_scale));
+    }
     const bool is_down = bad == &w.down;
     return invalid_argument(
         "fused_moe: experts[{}].{} is {}, needs {}[{}, {}] with contiguous rows, like expert 0", e,
@@ -46,10 +64,45 @@ Status check_experts(const FusedMoeArgs& args) {
   return {};
 }
 
+struct ScaleNames {
+  std::string_view gate, up, down, act;
+};
+constexpr ScaleNames kFirstExpert = {"experts[0].gate_scale", "experts[0].up_scale", "experts[0].down_scale",
+                                     "experts[0].act_scale"};
+constexpr ScaleNames kSharedExpert = {"shared.gate_scale", "shared.up_scale", "shared.down_scale",
+                                      "shared.act_scale"};
+
+/// Scales of an expert that comes as three matrices: none without fp8.
+void check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeights& w, const ScaleNames& names) {
+  const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
+  const auto one = [&](std::string_view name, const Tensor& scale, bool present, bool block, int64_t n,
+                       int64_t k) {
+    check.that(scale.present() == present, name, scale.present(),
+               present ? "a scale with fp8 weights" : "no scale");
+    if (!present) return;
+    if (block) {
+      const std::string rows = std::to_string(scale_blocks(n)), columns = std::to_string(scale_blocks(k));
+      check.tensor(name, scale, {rows, columns}).dense(name, scale);
+    } else {
+      check.tensor(name, scale, {"1"});
+    }
+    check.dtype(name, scale, kF32);
+  };
+  const int64_t intermediate = args.block_offset + w.gate.shape[0], hidden = args.x.shape[1];
+  one(names.gate, w.gate_scale, fp8, blocks, intermediate, hidden);
+  one(names.up, w.up_scale, fp8, blocks, intermediate, hidden);
+  one(names.down, w.down_scale, fp8, blocks, hidden, intermediate);
+  one(names.act, w.act_scale, fp8 && !blocks, false, 1, 1);
+}
+
 }  // namespace
 
 Facts fused_moe_facts(const FusedMoeArgs& args) {
   const bool stacked = args.gate_up.present(), one_by_one = !args.experts.empty();
+  const DType up = stacked ? args.gate_up.dtype : one_by_one ? args.experts[0].gate.dtype : DType::none;
+  const DType down = stacked ? args.down.dtype : one_by_one ? args.experts[0].down.dtype : DType::none;
+  const ExpertWeights& shared = args.shared;
+  const bool with_shared = shared.present();
   return Facts()
       .add("tokens", args.x.shape[0])
       .add("hidden", args.x.shape[1])
@@ -57,12 +110,22 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
       .add("experts", expert_count(args))
       .add("top_k", args.expert_ids.shape[1])
       .add("x", args.x.dtype)
-      .add("gate_up", stacked      ? args.gate_up.dtype
-                      : one_by_one ? args.experts[0].gate.dtype
-                                   : DType::none)
-      .add("down", stacked      ? args.down.dtype
-                   : one_by_one ? args.experts[0].down.dtype
-                                : DType::none);
+      .add("y", args.y.dtype)
+      .add("gate_up", up)
+      .add("down", down)
+      .add("stacked", int64_t{stacked})
+      .add("shared_of_other_type",
+           int64_t{with_shared && (shared.gate.dtype != up || shared.down.dtype != down)})
+      .add("block_offset", args.block_offset)
+      .add("hidden_bytes", args.x.shape[1] * info_of(args.x.dtype).block_bytes)
+      .add("intermediate_bytes", expert_intermediate(args) * info_of(down).block_bytes)
+      .add("shared_intermediate_bytes",
+           with_shared ? shared.gate.shape[0] * info_of(shared.down.dtype).block_bytes : 0)
+      .add("x_alignment", alignment_of(args.x))
+      .add("gate_up_alignment", alignment_of(args.gate_up))
+      .add("down_alignment", alignment_of(args.down))
+      .add("shared_alignment",
+           std::min({alignment_of(shared.gate), alignment_of(shared.up), alignment_of(shared.down)}));
 }
 
 Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
@@ -72,9 +135,25 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})
       .tensor("expert_weights", args.expert_weights, {"tokens", "top_k"})
       .dtype("x", args.x, kActivations)
-      .dtype("y", args.y, dtypes_mask(args.x.dtype))
+      .dtype("y", args.y, is_fp8(args) ? dtypes_mask(DType::f32, DType::bf16) : dtypes_mask(args.x.dtype))
       .dtype("expert_ids", args.expert_ids, dtypes_mask(DType::i32))
       .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32));
+  VIVACE_TRY(check.status());
+  const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
+  const int64_t kWeights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
+  check.that(args.block_offset >= 0 && args.block_offset < kFp8ScaleBlock, "block_offset",
+             static_cast<double>(args.block_offset), "0 to 127");
+  check.that(args.x_scale.present() == fp8, "x_scale", args.x_scale.present(),
+             fp8 ? "a scale with fp8 x" : "none");
+  if (fp8) {
+    if (blocks) {
+      check.define("hidden blocks", scale_blocks(args.x.shape[1]), "ceil(hidden / 128)")
+          .tensor("x_scale", args.x_scale, {"tokens", "hidden blocks"});
+    } else {
+      check.tensor("x_scale", args.x_scale, {"1"});
+    }
+    check.dtype("x_scale", args.x_scale, kF32);
+  }
   VIVACE_TRY(check.status());
   if (args.gate_up.present() == !args.experts.empty()) {
     return invalid_argument("fused_moe: gate_up is {} with {} experts given one by one, needs one of the two",
@@ -85,13 +164,39 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .tensor("down", args.down, {"experts", "hidden", "intermediate"})
         .define("intermediate * 2", 2 * args.down.shape[2], "2 * down.shape[2]")
         .dtype("gate_up", args.gate_up, kWeights)
-        .dtype("down", args.down, kWeights);
+        .dtype("down", args.down, kWeights)
+        .that(args.gate_up_scale.present() == fp8, "gate_up_scale", args.gate_up_scale.present(),
+              fp8 ? "scales with fp8 weights" : "none")
+        .that(args.down_scale.present() == fp8, "down_scale", args.down_scale.present(),
+              fp8 ? "scales with fp8 weights" : "none")
+        .that(args.act_scale.present() == (fp8 && !blocks), "act_scale", args.act_scale.present(),
+              fp8 && !blocks ? "a scale with one scale an expert" : "none");
+    if (fp8 && blocks) {
+      check
+          .define("intermediate blocks", scale_blocks(args.block_offset + args.down.shape[2]),
+                  "ceil((block_offset + intermediate) / 128)")
+          .tensor("gate_up_scale", args.gate_up_scale,
+                  {"experts", "2", "intermediate blocks", "hidden blocks"})
+          .tensor("down_scale", args.down_scale, {"experts", "hidden blocks", "intermediate blocks"});
+    } else if (fp8) {
+      check.tensor("gate_up_scale", args.gate_up_scale, {"experts", "2"})
+          .tensor("down_scale", args.down_scale, {"experts"});
+      if (args.act_scale.rank == 1 && args.act_scale.shape[0] == 1) {
+        check.tensor("act_scale", args.act_scale, {"1"});
+      } else {
+        check.tensor("act_scale", args.act_scale, {"experts"});
+      }
+    }
+    check.dtype("gate_up_scale", args.gate_up_scale, kF32)
+        .dtype("down_scale", args.down_scale, kF32)
+        .dtype("act_scale", args.act_scale, kF32);
   } else {
     check.tensor("experts[0].gate", args.experts[0].gate, {"intermediate", "hidden"})
         .tensor("experts[0].up", args.experts[0].up, {"intermediate", "hidden"})
         .tensor("experts[0].down", args.experts[0].down, {"hidden", "intermediate"})
         .dtype("experts[0].gate", args.experts[0].gate, kWeights)
         .dtype("experts[0].down", args.experts[0].down, kWeights);
+    check_scales(check, args, args.experts[0], kFirstExpert);
     VIVACE_TRY(check.status());
     VIVACE_TRY(check_experts(args));
   }
@@ -102,6 +207,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .dtype("shared.gate", args.shared.gate, kWeights)
         .dtype("shared.up", args.shared.up, dtypes_mask(args.shared.gate.dtype))
         .dtype("shared.down", args.shared.down, kWeights);
+    if (check.ok()) check_scales(check, args, args.shared, kSharedExpert);
   }
   VIVACE_TRY(check.status());
   if (args.x.elements() == 0) return {};
@@ -116,12 +222,20 @@ Result<int64_t> fused_moe_workspace_bytes(const FusedMoeArgs& args, const Stream
 
 Cost fused_moe_cost(const FusedMoeArgs& args) {
   const int64_t experts = expert_count(args), tokens = args.x.shape[0];
-  Cost cost{2 * args.x.bytes() + args.expert_ids.bytes() + args.expert_weights.bytes(), 0};
+  Cost cost{args.x.bytes() + args.y.bytes() + args.expert_ids.bytes() + args.expert_weights.bytes(), 0};
   const auto weights = [](const ExpertWeights& w) {
     return Cost{w.gate.bytes() + w.up.bytes() + w.down.bytes(), 3 * 2 * w.gate.elements()};
   };
+  const bool readable = args.expert_ids.device == Device::cpu;
+  if (!readable && experts > 0) {
+    // The routing is out of reach here: as many experts as the pairs can visit.
+    const int64_t pairs = tokens * args.expert_ids.shape[1];
+    const Cost of_expert = weights(expert_at(args, 0));
+    cost.bytes += std::min(experts, pairs) * of_expert.bytes;
+    cost.flops += pairs * of_expert.flops;
+  }
   std::vector<bool> visited(experts);
-  for (int64_t t = 0; t < tokens; ++t) {
+  for (int64_t t = 0; readable && t < tokens; ++t) {
     const int32_t* ids = args.expert_ids.at(t).as<const int32_t>();
     for (int64_t j = 0; j < args.expert_ids.shape[1]; ++j) {
       if (!has_work(ids[j], experts)) continue;

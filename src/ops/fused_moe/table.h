@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/ops/linear/fp8_scales.h"
 #include "vivace/fused_moe.h"
 
 namespace vivace {
@@ -8,6 +9,8 @@ namespace vivace {
 Status fused_moe_reference(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cpu(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_cpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
+Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream);
+int64_t fused_moe_cuda_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
 
 Facts fused_moe_facts(const FusedMoeArgs& args);
 
@@ -21,12 +24,42 @@ inline int64_t expert_intermediate(const FusedMoeArgs& args) {
   return args.experts.empty() ? 0 : args.experts[0].gate.shape[0];
 }
 
+/// Whether fp8 values come with a scale per 128 of them, not one per tensor.
+inline bool has_block_scales(const FusedMoeArgs& args) {
+  return args.x_scale.rank == 2;
+}
+
+/// Whether the intermediate goes through fp8.
+inline bool is_fp8(const FusedMoeArgs& args) {
+  return args.x.dtype == DType::fp8_e4m3;
+}
+
 /// The matrices of expert `e`, as views, whichever form they came in.
 inline ExpertWeights expert_at(const FusedMoeArgs& args, int64_t e) {
   if (!args.gate_up.present()) return args.experts[e];
   const Tensor both = args.gate_up.at(e);
   const int64_t intermediate = both.shape[0] / 2;
-  return {both.rows(0, intermediate), both.rows(intermediate, intermediate), args.down.at(e)};
+  ExpertWeights w{both.rows(0, intermediate), both.rows(intermediate, intermediate), args.down.at(e)};
+  if (!is_fp8(args)) return w;
+  // A scale of a stacked tensor as a tensor of its own: [1] or [block rows, block columns].
+  const auto scale_of = [](Tensor t) {
+    if (t.rank == 0) t.rank = 1, t.shape[0] = 1, t.stride[0] = 1;
+    return t;
+  };
+  w.gate_scale = scale_of(args.gate_up_scale.at(e).at(0));
+  w.up_scale = scale_of(args.gate_up_scale.at(e).at(1));
+  w.down_scale = scale_of(args.down_scale.at(e));
+  if (args.act_scale.present())
+    w.act_scale = scale_of(args.act_scale.at(args.act_scale.shape[0] > 1 ? e : 0));
+  return w;
+}
+
+/// Scales of the matrices of an expert: gate and up have the slice in their rows, down in its columns.
+inline Fp8Scales up_scales(const FusedMoeArgs& args, const Tensor& scale) {
+  return fp8_scales(scale, args.block_offset, 0);
+}
+inline Fp8Scales down_scales(const FusedMoeArgs& args, const Tensor& scale) {
+  return fp8_scales(scale, 0, args.block_offset);
 }
 
 /// Whether `id` names one of the experts.
@@ -34,10 +67,37 @@ inline bool has_work(int32_t id, int64_t experts) {
   return id >= 0 && id < experts;
 }
 
-inline constexpr Need kMoeInF32[] = {{"x", Need::dtype_in, dtypes_mask(DType::f32)}};
+inline constexpr Need kFusedMoeCpuNeeds[] = {
+    {"x", Need::dtype_in, dtypes_mask(DType::f32, DType::fp8_e4m3)},
+    {"y", Need::dtype_in, dtypes_mask(DType::f32)},
+};
+
+// Rows of 16-byte chunks; the shared expert as the routed ones.
+inline constexpr Need kFusedMoeCudaNeeds[] = {
+    {"compute_capability", Need::at_least, 80},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"gate_up", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"down", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"shared_of_other_type", Need::equals, 0},
+    {"stacked", Need::equals, 1},
+    {"experts", Need::at_most, 65535},
+    {"hidden_bytes", Need::multiple_of, 16},
+    {"intermediate_bytes", Need::multiple_of, 16},
+    {"shared_intermediate_bytes", Need::multiple_of, 16},
+    {"block_offset", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"gate_up_alignment", Need::multiple_of, 16},
+    {"down_alignment", Need::multiple_of, 16},
+    {"shared_alignment", Need::multiple_of, 16},
+};
 
 inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
-    {"cpu.grouped", Device::cpu, kMoeInF32, fused_moe_cpu,
+#if VIVACE_CUDA
+    {"cuda.grouped", Device::cuda, kFusedMoeCudaNeeds, fused_moe_cuda,
+     "tokens sorted by expert on the device, grouped tensor-core products, x read in place",
+     fused_moe_cuda_workspace_bytes},
+#endif
+    {"cpu.grouped", Device::cpu, kFusedMoeCpuNeeds, fused_moe_cpu,
      "tokens grouped by expert, fp32 products of linear's kernels", fused_moe_cpu_workspace_bytes},
     {"reference", Device::cpu, {}, fused_moe_reference, "float64, straight from the formula"},
 };

@@ -3,6 +3,7 @@
 #include <span>
 
 #include "src/core/number.h"
+#include "src/ops/linear/fp8_scales.h"
 #include "src/ops/problem.h"
 #include "vivace/linear.h"
 
@@ -20,6 +21,8 @@ struct LinearCase {
   LinearCasePart parts[LinearArgs::kMaxParts];
   bool exact = false;
   bool strided = false;  ///< x, y and weights have longer rows than they use; parts share one y buffer
+  DType x = DType::f32, y = DType::f32;
+  Fp8Scaling scaling = Fp8Scaling::tensor;  ///< of fp8 x
 };
 
 inline constexpr LinearCase kLinearTestCases[] = {
@@ -50,6 +53,28 @@ inline constexpr LinearCase kLinearTestCases[] = {
     {"exact q4_1", 5, 1536, {{DType::q4_1, 10, DType::f16}}, true},
     {"exact q8_0", 1, 576, {{DType::q8_0, 7}}, true},
     {"exact k-quants", 2, 1280, {{DType::q4_k, 4}, {DType::q6_k, 5}}, true, true},
+    // clang-format off
+    {"bf16 x, one token", 1, 1032, {{DType::bf16, 40}}, false, false, DType::bf16, DType::bf16},
+    {"bf16 x, f32 y", 9, 256, {{DType::bf16, 33, DType::f32}}, false, false, DType::bf16},
+    {"bf16 x, k is 0", 2, 0, {{DType::bf16, 3, DType::bf16}}, false, false, DType::bf16, DType::bf16},
+    {"bf16 x, qkv", 5, 264, {{DType::bf16, 40, DType::bf16}, {DType::bf16, 23}, {DType::bf16, 16, DType::f32}}, false,
+     true, DType::bf16, DType::bf16},
+    {"bf16 x, odd k", 3, 37, {{DType::bf16, 5}}, false, false, DType::bf16, DType::bf16},
+    {"bf16 x, 100 tokens", 100, 136, {{DType::bf16, 200}}, false, false, DType::bf16},
+    {"bf16 x, large tiles", 129, 72, {{DType::bf16, 6280, DType::bf16}}, false, false, DType::bf16, DType::bf16},
+    {"fp8", 7, 272, {{DType::fp8_e4m3, 48, DType::bf16}}, false, false, DType::fp8_e4m3},
+    {"fp8, odd k", 3, 37, {{DType::fp8_e4m3, 5}, {DType::fp8_e4m3, 4}}, false, false, DType::fp8_e4m3},
+    {"fp8, bf16 y", 130, 144, {{DType::fp8_e4m3, 80}}, false, false, DType::fp8_e4m3, DType::bf16},
+    {"fp8, large tiles", 129, 144, {{DType::fp8_e4m3, 6280}}, false, false, DType::fp8_e4m3, DType::bf16},
+    {"fp8, per token", 20, 272, {{DType::fp8_e4m3, 48}, {DType::fp8_e4m3, 17}}, false, true, DType::fp8_e4m3,
+     DType::f32, Fp8Scaling::token},
+    {"fp8, blocks", 7, 272, {{DType::fp8_e4m3, 200}, {DType::fp8_e4m3, 130, DType::f32}}, false, false,
+     DType::fp8_e4m3, DType::f32, Fp8Scaling::block},
+    {"fp8, blocks, odd k", 3, 133, {{DType::fp8_e4m3, 150}}, false, false, DType::fp8_e4m3, DType::f32,
+     Fp8Scaling::block},
+    {"fp8, blocks, large tiles", 129, 144, {{DType::fp8_e4m3, 6280}}, false, false, DType::fp8_e4m3, DType::bf16,
+     Fp8Scaling::block},
+    // clang-format on
 };
 
 // The layers of SmolLM2-135M (Q4_1, vocabulary table Q8_0), decoding 1 and 8 requests and prefilling.
@@ -78,6 +103,7 @@ inline constexpr LinearCase kLinearServingCases[] = {
     {"f32 x512", 512, 576, {{DType::f32, 1536}}},
     {"exact q4_1 x1", 1, 576, {{DType::q4_1, 1536}, {DType::q4_1, 1536}}, true},
     {"exact q4_1 x512", 512, 576, {{DType::q4_1, 1536}, {DType::q4_1, 1536}}, true},
+    {"fp8 x8", 8, 2048, {{DType::fp8_e4m3, 2048}}, false, false, DType::fp8_e4m3},
 };
 #undef VIVACE_SMOLLM2_LAYERS
 
@@ -127,29 +153,51 @@ inline Guarded random_weight(DType dtype, int64_t n, int64_t k, std::mt19937& rn
 /// A case with its memory: random inputs, poisoned outputs.
 struct LinearProblem {
   Guarded x, y[LinearArgs::kMaxParts], weight[LinearArgs::kMaxParts], bias[LinearArgs::kMaxParts], workspace;
+  Guarded x_scale, weight_scale[LinearArgs::kMaxParts];
   LinearArgs args;
 
   LinearProblem(const LinearCase& c, uint32_t seed, const Stream& stream = {}) {
     std::mt19937 rng(seed);
-    x = Guarded(DType::f32, {c.tokens, c.k}, c.strided ? c.k + 12 : 0);
-    x.random(rng);
+    // fp8 values are spread over the type's range and brought back by their scales.
+    constexpr double kSpread = 60;
+    const bool fp8 = c.x == DType::fp8_e4m3;
+    const auto scales = [&](std::vector<int64_t> shape, double mean) {
+      return std::move(Guarded(DType::f32, shape).random(rng, 0.2 * mean, mean));
+    };
+    x = Guarded(c.x, {c.tokens, c.k}, c.strided ? c.k + 16 : 0);
+    x.random(rng, fp8 ? kSpread : 1);
     args = {.x = x, .part_count = 0, .exact = c.exact};
+    if (fp8) {
+      args.x_scaling = c.scaling;
+      x_scale = c.scaling == Fp8Scaling::tensor  ? scales({1}, 1 / kSpread)
+                : c.scaling == Fp8Scaling::token ? scales({c.tokens}, 1 / kSpread)
+                                                 : scales({c.tokens, scale_blocks(c.k)}, 1 / kSpread);
+      args.x_scale = x_scale;
+    }
     int64_t width = 0, column = 0;
     for (const LinearCasePart& part : c.parts) width += part.n;
     for (const LinearCasePart& part : c.parts) {
       if (part.weight == DType::none) break;
       const int p = args.part_count++;
-      weight[p] = random_weight(part.weight, part.n, c.k, rng, c.strided ? c.k + 256 : 0);
+      weight[p] =
+          random_weight(part.weight, part.n, c.k, rng, c.strided ? c.k + 256 : 0, fp8 ? kSpread : 0.1);
       if (part.bias != DType::none) bias[p] = std::move(Guarded(part.bias, {part.n}).random(rng));
-      args.parts[p] = {weight[p], bias[p], {}};
+      args.parts[p].weight = weight[p];
+      args.parts[p].bias = bias[p];
+      if (fp8) {
+        weight_scale[p] = c.scaling == Fp8Scaling::block
+                              ? scales({scale_blocks(part.n), scale_blocks(c.k)}, 0.1 / kSpread)
+                              : scales({1}, 0.1 / kSpread);
+        args.parts[p].weight_scale = weight_scale[p];
+      }
       if (c.strided) {
-        if (p == 0) y[0] = Guarded(DType::f32, {c.tokens, width}, width + 5);
+        if (p == 0) y[0] = Guarded(c.y, {c.tokens, width}, width + 5);
         args.parts[p].y = y[0];
-        args.parts[p].y.data = y[0].as<float>() + column;
+        args.parts[p].y.data = y[0].as<uint8_t>() + column * info_of(c.y).block_bytes;
         args.parts[p].y.shape[1] = part.n;
         column += part.n;
       } else {
-        y[p] = Guarded(DType::f32, {c.tokens, part.n});
+        y[p] = Guarded(c.y, {c.tokens, part.n});
         args.parts[p].y = y[p];
       }
     }

@@ -1,4 +1,4 @@
-// The rows cpu.q8 and cpu.f32: one loop over tiles of all parts. The arithmetic is in cpu_gemm.cc.
+// The rows cpu.q8, cpu.f32 and cpu.fp8: one loop over tiles of all parts. The arithmetic is in cpu_gemm.cc.
 
 #include <algorithm>
 
@@ -69,11 +69,21 @@ void for_each_tile(const LinearArgs& args, cpu::ThreadPool* threads, Multiply&& 
   });
 }
 
-void multiply_f32(const LinearArgs& args, const LinearPart& part, int64_t n0, int64_t n1, int64_t t0,
-                  int64_t t1) {
-  const int64_t x_stride = args.x.stride[0], y_stride = part.y.stride[0];
-  cpu::gemm_f32({args.x.as<const float>() + t0 * x_stride, x_stride}, t1 - t0, part.weight, n0, n1, part.bias,
-                {part.y.as<float>() + t0 * y_stride + n0, y_stride});
+void multiply_f32(const cpu::XRows& x, const LinearPart& part, int64_t n0, int64_t n1, int64_t t0, int64_t t1) {
+  const int64_t y_stride = part.y.stride[0];
+  cpu::gemm_f32({x.base + t0 * x.stride, x.stride}, t1 - t0, part.weight, n0, n1, part.bias,
+                {part.y.as<float>() + t0 * y_stride + n0, y_stride}, fp8_scales(part.weight_scale));
+}
+
+cpu::XRows rows_of_x(const LinearArgs& args) {
+  return {args.x.as<const float>(), args.x.stride[0]};
+}
+
+/// invalid_argument unless the workspace has `needed` bytes and slack for alignment.
+Status check_scratch(const LinearArgs& args, int64_t needed) {
+  const int64_t given = args.workspace.present() ? args.workspace.shape[0] : 0;
+  if (given >= needed) return {};
+  return invalid_argument("linear: workspace.shape[0] is {}, needs {} bytes (linear_workspace_bytes)", given, needed);
 }
 
 /// Which integer types the parts need.
@@ -96,6 +106,11 @@ struct Activations {
 // The workspace starts at any address; rows of floats inside it start at a multiple of this.
 constexpr int64_t kAlign = 64;
 
+uint8_t* aligned(const Tensor& workspace) {
+  const auto address = reinterpret_cast<uintptr_t>(workspace.data);
+  return reinterpret_cast<uint8_t*>((address + kAlign - 1) / kAlign * kAlign);
+}
+
 }  // namespace
 
 int64_t linear_cpu_q8_workspace(const LinearArgs& args, const Stream&) {
@@ -105,13 +120,8 @@ int64_t linear_cpu_q8_workspace(const LinearArgs& args, const Stream&) {
 Status linear_cpu_q8(const LinearArgs& args, const Stream& stream) {
   const int64_t tokens = args.x.shape[0], k = args.x.shape[1];
   const Activations needed(args);
-  const int64_t given = args.workspace.present() ? args.workspace.shape[0] : 0;
-  if (given < needed.bytes + kAlign) {
-    return invalid_argument("linear: workspace.shape[0] is {}, needs {} bytes (linear_workspace_bytes)",
-                            given, needed.bytes + kAlign);
-  }
-  auto address = reinterpret_cast<uintptr_t>(args.workspace.data);
-  auto* memory = reinterpret_cast<uint8_t*>((address + kAlign - 1) / kAlign * kAlign);
+  VIVACE_TRY(check_scratch(args, needed.bytes + kAlign));
+  uint8_t* memory = aligned(args.workspace);
   const QuantizedRows int8{.type = QuantizedType::int8, .k = k, .base = memory};
   const QuantizedRows int16{.type = QuantizedType::int16, .k = k, .base = memory + needed.int8_bytes};
 
@@ -126,7 +136,7 @@ Status linear_cpu_q8(const LinearArgs& args, const Stream& stream) {
   });
   for_each_tile(
       args, stream.threads, [&](const LinearPart& part, int64_t n0, int64_t n1, int64_t t0, int64_t t1) {
-        if (!is_block_format(part.weight.dtype)) return multiply_f32(args, part, n0, n1, t0, t1);
+        if (!is_block_format(part.weight.dtype)) return multiply_f32(rows_of_x(args), part, n0, n1, t0, t1);
         QuantizedRows x = cpu::quantized_type_for(part.weight.dtype) == QuantizedType::int8 ? int8 : int16;
         x.base += x.row_bytes() * t0;
         const int64_t stride = part.y.stride[0];
@@ -139,7 +149,26 @@ Status linear_cpu_q8(const LinearArgs& args, const Stream& stream) {
 Status linear_cpu_f32(const LinearArgs& args, const Stream& stream) {
   for_each_tile(args, stream.threads,
                 [&](const LinearPart& part, int64_t n0, int64_t n1, int64_t t0, int64_t t1) {
-                  multiply_f32(args, part, n0, n1, t0, t1);
+                  multiply_f32(rows_of_x(args), part, n0, n1, t0, t1);
+                });
+  return {};
+}
+
+int64_t linear_cpu_fp8_workspace(const LinearArgs& args, const Stream&) {
+  return args.x.elements() * int64_t{sizeof(float)} + kAlign;
+}
+
+Status linear_cpu_fp8(const LinearArgs& args, const Stream& stream) {
+  const int64_t tokens = args.x.shape[0], k = args.x.shape[1];
+  VIVACE_TRY(check_scratch(args, linear_cpu_fp8_workspace(args, stream)));
+  auto* x = reinterpret_cast<float*>(aligned(args.workspace));
+  const Fp8Scales scales = activation_scales(args.x_scale);
+  cpu::parallel_for(stream.threads, tokens, [&](int64_t t, int) {
+    cpu::row_as_f32(args.x.dtype, args.x.at(t).data, k, scales, t, x + t * k);
+  });
+  for_each_tile(args, stream.threads,
+                [&](const LinearPart& part, int64_t n0, int64_t n1, int64_t t0, int64_t t1) {
+                  multiply_f32({x, k}, part, n0, n1, t0, t1);
                 });
   return {};
 }

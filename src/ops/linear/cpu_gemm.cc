@@ -81,7 +81,7 @@ HWY_INLINE void multiply_f32(const float* const* w, const float* const* x, int64
 }  // namespace
 
 void gemm_f32_rows(const XRows& x, int64_t m, const Tensor& weight, int64_t n0, int64_t n1,
-                   const Tensor& bias, const YRows& y) {
+                   const Tensor& bias, const YRows& y, const Fp8Scales& scales) {
   constexpr int64_t kRows = 4, kChunk = 1024;  // 16 KB of floats
   alignas(64) float unpacked[kRows][kChunk];
   const int64_t k = weight.shape[1];
@@ -102,6 +102,9 @@ void gemm_f32_rows(const XRows& x, int64_t m, const Tensor& weight, int64_t n0, 
         }
         w[r] = unpacked[std::min(r, rows - 1)];
         if (r < rows) dequantize(weight.dtype, source, count, unpacked[r]);
+        if (r < rows && scales.first != nullptr) {
+          for (int64_t i = 0; i < count; ++i) unpacked[r][i] *= scales.at(n + r, begin + i);
+        }
       }
       const auto tile = [&](auto tokens, int64_t t0) {
         constexpr int kTokens = decltype(tokens)::value;
@@ -254,8 +257,12 @@ const GemmKernels& kernels() {
 }  // namespace
 
 void gemm_f32(const XRows& x, int64_t m, const Tensor& weight, int64_t n0, int64_t n1, const Tensor& bias,
-              const YRows& y) {
-  kernels().f32(x, m, weight, n0, n1, bias, y);
+              const YRows& y, const Fp8Scales& scales) {
+  kernels().f32(x, m, weight, n0, n1, bias, y, scales);
+}
+
+void row_as_f32(DType dtype, const void* values, int64_t k, const Fp8Scales& scales, int64_t row, float* out) {
+  for (int64_t i = 0; i < k; ++i) out[i] = load(dtype, values, i) * scales.at(row, i);
 }
 
 void quantize_row(const float* x, const QuantizedRows& out, int64_t i) {

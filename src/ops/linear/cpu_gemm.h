@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "src/cpu/simd.h"
+#include "src/ops/linear/fp8_scales.h"
 #include "vivace/tensor.h"
 
 // x times rows of a weight on one thread: what `linear` and the expert layers share. No allocation, no
@@ -28,9 +29,13 @@ struct YRows {
 };
 
 /// fp32 products of the weight's exact values. `weight` [n, k] is of a plain type or a block format; `bias`
-/// [n] of a plain type, or absent. y = x · weight[n0..n1)ᵀ + bias[n0..n1) for `m` rows.
+/// [n] of a plain type, or absent. y = x · weight[n0..n1)ᵀ + bias[n0..n1) for `m` rows. fp8 weights are multiplied by
+/// their scales before the product.
 void gemm_f32(const XRows& x, int64_t m, const Tensor& weight, int64_t n0, int64_t n1, const Tensor& bias,
-              const YRows& y);
+              const YRows& y, const Fp8Scales& scales = {});
+
+/// out[0..k) = the values of a row of activations of any plain type, or fp8 with the scales of row `row`.
+void row_as_f32(DType dtype, const void* values, int64_t k, const Fp8Scales& scales, int64_t row, float* out);
 
 /// Activations as block formats multiply them: integers in groups of 32 along k.
 /// For q4_0, q4_1 and q4_k: int8, d = max|x| / 127, s = d * sum of the integers.
@@ -67,7 +72,7 @@ void gemm_quantized(const QuantizedRows& x, int64_t m, const Tensor& weight, int
 
 /// The three functions for one instruction set, so that tests can compare all.
 struct GemmKernels {
-  void (*f32)(const XRows&, int64_t, const Tensor&, int64_t, int64_t, const Tensor&, const YRows&);
+  void (*f32)(const XRows&, int64_t, const Tensor&, int64_t, int64_t, const Tensor&, const YRows&, const Fp8Scales&);
   void (*quantize)(const float*, const QuantizedRows&, int64_t);
   void (*quantized)(const QuantizedRows&, int64_t, const Tensor&, int64_t, int64_t, const Tensor&,
                     const YRows&);

@@ -41,6 +41,14 @@ HWY_INLINE void scale_nibbles(const uint8_t* q, int count, float d_low, float m_
   }
 }
 
+/// The 256 values of e4m3.
+struct Fp8Values {
+  float of[256];
+  Fp8Values() {
+    for (int code = 0; code < 256; ++code) of[code] = fp8_to_f32(static_cast<uint8_t>(code));
+  }
+};
+
 /// As vivace::dequantize_row, except that d q + m is rounded once.
 inline void dequantize(DType dtype, const uint8_t* row, int64_t k, float* out) {
   switch (dtype) {
@@ -91,6 +99,11 @@ inline void dequantize(DType dtype, const uint8_t* row, int64_t k, float* out) {
           scale_integers(q + 16 * j, 16, d * block.scales[j], 0.0f, out + i + 16 * j);
       }
       break;
+    case DType::fp8_e4m3: {
+      static const Fp8Values values;
+      for (int64_t i = 0; i < k; ++i) out[i] = values.of[row[i]];
+      break;
+    }
     default:
       with_storage(dtype, [&](auto type) {
         using T = decltype(type);

@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "src/core/checks.h"
+#include "src/ops/linear/cublaslt.h"
+#include "src/ops/linear/fp8_scales.h"
 #include "src/ops/linear/table.h"
 
 namespace vivace {
@@ -10,12 +12,12 @@ namespace vivace {
 namespace {
 
 struct PartNames {
-  std::string_view weight, bias, y, n;
+  std::string_view weight, bias, y, n, scale, blocks;
 };
 constexpr PartNames kPartNames[LinearArgs::kMaxParts] = {
-    {"parts[0].weight", "parts[0].bias", "parts[0].y", "n0"},
-    {"parts[1].weight", "parts[1].bias", "parts[1].y", "n1"},
-    {"parts[2].weight", "parts[2].bias", "parts[2].y", "n2"},
+    {"parts[0].weight", "parts[0].bias", "parts[0].y", "n0", "parts[0].weight_scale", "n0 blocks"},
+    {"parts[1].weight", "parts[1].bias", "parts[1].y", "n1", "parts[1].weight_scale", "n1 blocks"},
+    {"parts[2].weight", "parts[2].bias", "parts[2].y", "n2", "parts[2].weight_scale", "n2 blocks"},
 };
 
 int parts_of(const LinearArgs& args) {
@@ -25,29 +27,63 @@ int parts_of(const LinearArgs& args) {
 }  // namespace
 
 Facts linear_facts(const LinearArgs& args) {
-  int64_t block_parts = 0;
-  for (int p = 0; p < parts_of(args); ++p) block_parts += is_block_format(args.parts[p].weight.dtype);
+  const bool fp8 = args.x.dtype == DType::fp8_e4m3;
+  int64_t block_parts = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
+  int64_t weight_alignment = alignment_of(args.parts[0].weight), y_alignment = alignment_of(args.parts[0].y);
+  for (int p = 0; p < parts_of(args); ++p) {
+    const LinearPart& part = args.parts[p];
+    block_parts += is_block_format(part.weight.dtype);
+    other_type += part.weight.dtype != args.x.dtype;
+    not_f32 += part.y.dtype != DType::f32;
+    other_bias += part.bias.present() && (part.bias.dtype != DType::bf16 || part.y.dtype != DType::bf16);
+    odd_n += fp8 && part.weight.shape[0] % 16 != 0;
+    weight_alignment = std::min(weight_alignment, alignment_of(part.weight));
+    y_alignment = std::min(y_alignment, alignment_of(part.y));
+  }
   return Facts()
       .add("tokens", args.x.shape[0])
       .add("k", args.x.shape[1])
       .add("n", args.parts[0].weight.shape[0])
       .add("weight", args.parts[0].weight.dtype)
       .add("x", args.x.dtype)
+      .add("x_scaling", fp8 ? static_cast<int64_t>(args.x_scaling) : 0)
       .add("exact", int64_t{args.exact})
-      .add("block_parts", block_parts);
+      .add("batch_invariant", int64_t{args.batch_invariant})
+      .add("block_parts", block_parts)
+      .add("parts_of_other_type", other_type)
+      .add("parts_not_to_f32", not_f32)
+      .add("parts_with_other_bias", other_bias)
+      .add("parts_with_odd_n", odd_n)
+      .add("k_bytes", args.x.shape[1] * info_of(args.x.dtype).block_bytes)
+      .add("x_alignment", alignment_of(args.x))
+      .add("weight_alignment", weight_alignment)
+      .add("y_alignment", y_alignment)
+      .add("cublaslt", int64_t{args.x.device == Device::cuda && cublaslt_found()});
 }
 
 Status linear(const LinearArgs& args, const Stream& stream) {
   constexpr int64_t kPlain = dtypes_mask(DType::f32, DType::bf16, DType::f16);
-  constexpr int64_t kWeights =
+  constexpr int64_t kOtherWeights =
       kPlain | dtypes_mask(DType::q4_0, DType::q4_1, DType::q8_0, DType::q4_k, DType::q6_k);
-  constexpr int64_t kActivations = dtypes_mask(DType::f32);
+  constexpr int64_t kFp8 = dtypes_mask(DType::fp8_e4m3), kF32 = dtypes_mask(DType::f32);
+  constexpr int64_t kOutputs = dtypes_mask(DType::f32, DType::bf16);
+  const bool fp8 = args.x.dtype == DType::fp8_e4m3, blocks = fp8 && args.x_scaling == Fp8Scaling::block;
+  const int64_t weights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
   Checker check("linear", stream.device);
   check
       .that(args.part_count >= 1 && args.part_count <= LinearArgs::kMaxParts, "part_count", args.part_count,
             "1 to 3")
       .tensor("x", args.x, {"tokens", "k"})
-      .dtype("x", args.x, kActivations);
+      .dtype("x", args.x, kOutputs | kFp8)
+      .that(args.x_scale.present() == fp8, "x_scale", args.x_scale.present(),
+            fp8 ? "scales with fp8 x" : "none");
+  if (blocks) {
+    check.define("k blocks", scale_blocks(args.x.shape[1]), "ceil(k / 128)")
+        .tensor("x_scale", args.x_scale, {"tokens", "k blocks"});
+  } else if (fp8) {
+    check.tensor("x_scale", args.x_scale, {args.x_scaling == Fp8Scaling::token ? "tokens" : "1"});
+  }
+  check.dtype("x_scale", args.x_scale, kF32);
   int64_t outputs = 0;
   for (int p = 0; p < parts_of(args); ++p) {
     const LinearPart& part = args.parts[p];
@@ -55,9 +91,18 @@ Status linear(const LinearArgs& args, const Stream& stream) {
     check.tensor(name.weight, part.weight, {name.n, "k"})
         .optional(name.bias, part.bias, {name.n})
         .tensor(name.y, part.y, {"tokens", name.n})
-        .dtype(name.weight, part.weight, kWeights)
+        .dtype(name.weight, part.weight, weights)
         .dtype(name.bias, part.bias, kPlain)
-        .dtype(name.y, part.y, kActivations);
+        .dtype(name.y, part.y, kOutputs)
+        .that(part.weight_scale.present() == fp8, name.scale, part.weight_scale.present(),
+              fp8 ? "scales with fp8 weights" : "none");
+    if (blocks) {
+      check.define(name.blocks, scale_blocks(part.weight.shape[0]), "ceil(n / 128)")
+          .tensor(name.scale, part.weight_scale, {name.blocks, "k blocks"});
+    } else if (fp8) {
+      check.tensor(name.scale, part.weight_scale, {"1"});
+    }
+    check.dtype(name.scale, part.weight_scale, kF32);
     outputs += part.y.elements();
   }
   check.optional("workspace", args.workspace, {"bytes"})
@@ -72,10 +117,10 @@ Result<int64_t> linear_workspace_bytes(const LinearArgs& args, const Stream& str
 }
 
 Cost linear_cost(const LinearArgs& args) {
-  Cost cost{args.x.bytes(), 0};
+  Cost cost{args.x.bytes() + args.x_scale.bytes(), 0};
   for (int p = 0; p < parts_of(args); ++p) {
     const LinearPart& part = args.parts[p];
-    cost.bytes += part.weight.bytes() + part.bias.bytes() + part.y.bytes();
+    cost.bytes += part.weight.bytes() + part.weight_scale.bytes() + part.bias.bytes() + part.y.bytes();
     cost.flops += 2 * args.x.shape[0] * part.weight.elements();
   }
   return cost;

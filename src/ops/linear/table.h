@@ -9,23 +9,66 @@ Status linear_reference(const LinearArgs& args, const Stream& stream);
 Status linear_cpu_q8(const LinearArgs& args, const Stream& stream);
 int64_t linear_cpu_q8_workspace(const LinearArgs& args, const Stream& stream);
 Status linear_cpu_f32(const LinearArgs& args, const Stream& stream);
+Status linear_cpu_fp8(const LinearArgs& args, const Stream& stream);
+int64_t linear_cpu_fp8_workspace(const LinearArgs& args, const Stream& stream);
+Status linear_cublaslt(const LinearArgs& args, const Stream& stream);
+int64_t linear_cublaslt_workspace(const LinearArgs& args, const Stream& stream);
+Status linear_cuda_mma(const LinearArgs& args, const Stream& stream);
 
-/// tokens, k, n and weight of part 0, x, exact (0 or 1), and block_parts: how many parts have a block format.
+/// tokens, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: how many have a block
+/// format, another type than x, a y that is not f32, a bias that cuBLASLt does not add, an n that is no multiple of 16;
+/// and whether cuBLASLt was found (a call on a GPU looks).
 Facts linear_facts(const LinearArgs& args);
 
 inline constexpr Need kLinearQ8Needs[] = {
     {"x", Need::dtype_in, dtypes_mask(DType::f32)},
+    {"parts_not_to_f32", Need::equals, 0},
     {"exact", Need::equals, 0},
     {"block_parts", Need::at_least, 1},
 };
-inline constexpr Need kLinearF32Needs[] = {{"x", Need::dtype_in, dtypes_mask(DType::f32)}};
+inline constexpr Need kLinearF32Needs[] = {{"x", Need::dtype_in, dtypes_mask(DType::f32)},
+                                           {"parts_not_to_f32", Need::equals, 0}};
+inline constexpr Need kLinearFp8Needs[] = {{"x", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
+                                           {"parts_not_to_f32", Need::equals, 0}};
+
+inline constexpr Need kLinearMmaNeeds[] = {
+    {"compute_capability", Need::at_least, 80},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"parts_of_other_type", Need::equals, 0},
+    {"k_bytes", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+};
+// fp8 came with 8.9. Blocks of scales would need those of x transposed.
+inline constexpr Need kLinearCublasltNeeds[] = {
+    {"cublaslt", Need::equals, 1},
+    {"compute_capability", Need::at_least, 80},
+    {"batch_invariant", Need::equals, 0},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"parts_of_other_type", Need::equals, 0},
+    {"x_scaling", Need::equals, static_cast<int64_t>(Fp8Scaling::tensor)},
+    {"parts_with_other_bias", Need::equals, 0},
+    {"parts_with_odd_n", Need::equals, 0},
+    {"k_bytes", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+    {"y_alignment", Need::multiple_of, 16},
+};
 
 inline constexpr Row<LinearArgs> kLinearRows[] = {
+#if VIVACE_CUDA
+    {"cuda.cublaslt", Device::cuda, kLinearCublasltNeeds, linear_cublaslt,
+     "cuBLASLt, an algorithm per shape by its heuristic", linear_cublaslt_workspace},
+    {"cuda.mma", Device::cuda, kLinearMmaNeeds, linear_cuda_mma,
+     "tensor cores; sums over k in one order for any number of tokens"},
+#endif
     {"cpu.q8", Device::cpu, kLinearQ8Needs, linear_cpu_q8,
      "block formats times activations in int8 or int16, integer products; plain parts as cpu.f32",
      linear_cpu_q8_workspace},
     {"cpu.f32", Device::cpu, kLinearF32Needs, linear_cpu_f32,
      "fp32 products of the weights' exact values, unpacked a few rows at a time"},
+    {"cpu.fp8", Device::cpu, kLinearFp8Needs, linear_cpu_fp8,
+     "x and weights times their scales in fp32, then as cpu.f32", linear_cpu_fp8_workspace},
     {"reference", Device::cpu, {}, linear_reference, "float64 on the weights' exact values"},
 };
 

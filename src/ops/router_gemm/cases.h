@@ -31,6 +31,11 @@ inline constexpr RouterGemmCase kRouterGemmTestCases[] = {
     {"bias, bf16 scores", 9, 32, 256, DType::bf16, DType::f32, RouterMode::exact, true, DType::bf16},
     {"strided rows", 4, 20, 100, DType::f32, DType::f32, RouterMode::exact, true, DType::f32, 128},
     {"more tokens than a task", 67, 17, 64},
+    {"Hy3's shape, few tokens", 4, 192, 1096, DType::bf16, DType::bf16},
+    {"wide tile, two terms", 70, 40, 608, DType::bf16, DType::f32, RouterMode::two_term, true},
+    {"wide tile, one term", 131, 33, 264, DType::bf16, DType::bf16, RouterMode::exact, false, DType::bf16},
+    {"long rows", 3, 9, 8200},
+    {"long rows, f32", 3, 9, 8200, DType::f32},
 };
 
 inline constexpr RouterGemmCase kRouterGemmServingCases[] = {
@@ -58,10 +63,13 @@ struct RouterGemmProblem {
     scores = Guarded(c.scores, {c.tokens, c.experts}, c.row_stride);
     x.random(rng);
     weight.random(rng, 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, c.hidden))));
+    // Prepared on the host, wherever the case lives; the terms then belong to that device.
     RouterWeightSource source{.weight = weight, .mode = c.mode, .version = seed};
     storage = Guarded(DType::u8, {router_weight_bytes(source)});
     source.storage = storage;
+    source.weight.device = source.storage.device = Device::cpu;
     if (Result<RouterWeight> prepared = prepare_router_weight(source); prepared.ok()) args.weight = *prepared;
+    for (int i = 0; i < args.weight.term_count; ++i) args.weight.terms[i].device = weight.tensor().device;
     args.weight_version = seed;
     if (c.bias) {
       bias = Guarded(DType::f32, {c.experts});

@@ -1,17 +1,25 @@
 #include "vivace/router_gemm.h"
 
+#include <algorithm>
+
 #include "src/core/checks.h"
 #include "src/ops/router_gemm/table.h"
 
 namespace vivace {
 
 Facts router_gemm_facts(const RouterGemmArgs& args) {
+  int64_t weight_alignment = alignment_of(args.weight.terms[0]);
+  for (int i = 1; i < std::min(args.weight.term_count, RouterWeight::kMaxTerms); ++i) {
+    weight_alignment = std::min(weight_alignment, alignment_of(args.weight.terms[i]));
+  }
   return Facts()
       .add("tokens", args.x.shape[0])
       .add("hidden", args.x.shape[1])
       .add("experts", args.scores.shape[1])
       .add("terms", args.weight.term_count)
       .add("x", args.x.dtype)
+      .add("x_alignment", alignment_of(args.x))
+      .add("weight_alignment", weight_alignment)
       .add("scores", args.scores.dtype);
 }
 

@@ -1,0 +1,446 @@
+// routed experts         tokens sorted by expert on the device, two grouped products, one weighted sum
+//
+// Two numbers for a token that visits k experts of width I, with hidden size H
+//   bytes  3 I H times the weight's size   once per visited expert; and 4 k H for out(t, e) as bf16, written and read
+//   flops  6 k I H                         a decode step is bound by the weights, a prompt by the tensor cores
+//
+// Launches for a block of tokens: an index (a row per pair of token and choice, sorted by expert, stable in tokens); gate
+// and up with SiLU in the epilogue, reading the token's row of x in place; for blocks of scales a requantisation; down;
+// and the sum of a token's rows in order of choice. The shared expert is one more group of its own. Every pair keeps its
+// row until the sum, so neither the order of experts nor the tile changes a bit.
+
+#include <algorithm>
+
+#include "src/core/workspace.h"
+#include "src/device/launch.h"
+#include "src/device/ptx.h"
+#include "src/device/row.h"
+#include "src/ops/fused_moe/table.h"
+#include "src/ops/gemm/gemm.h"
+
+namespace vivace {
+
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int64_t kMaxSlots =
+    32768;  // (token, choice) pairs of a block: bounds the scratch; 170 rows for 192 experts
+
+/// The scratch of one block of tokens. Slot s = token * top_k + choice; pairs with work are rows, sorted by expert.
+struct Scratch {
+  int64_t block_tokens, slots;
+  int32_t *start, *rows;  // [experts]
+  int32_t* token_of_row;  // [slots]
+  int32_t* row_of_slot;   // [slots] written for pairs with work alone
+  struct Part {
+    int64_t stride;  // of `hidden`
+    void* hidden;    // [rows, stride] silu(gate) * up as the down product reads it
+    float* wide;     // [rows, stride] before requantisation
+    float* scales;   // [rows, blocks of the intermediate]
+    bf16* out;       // [rows, hidden size]
+  } routed, shared;
+  int64_t bytes = 0;
+
+  Scratch(const FusedMoeArgs& args, uint8_t* memory) {
+    const int64_t top_k = args.expert_ids.shape[1], experts = expert_count(args);
+    block_tokens = std::min(args.x.shape[0], std::max<int64_t>(1, kMaxSlots / std::max<int64_t>(1, top_k)));
+    slots = block_tokens * top_k;
+    const auto place = [&](auto*& pointer, int64_t count, int64_t size) {
+      pointer = nullptr;
+      if (count == 0) return;
+      if (memory != nullptr)
+        pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + bytes);
+      bytes += whole_lines(count * size);
+    };
+    place(start, experts, 4);
+    place(rows, experts, 4);
+    place(token_of_row, slots, 4);
+    place(row_of_slot, slots, 4);
+    const auto place_part = [&](Part& part, int64_t count, int64_t intermediate) {
+      const bool fp8_values = args.x.dtype == DType::fp8_e4m3, blocks = fp8_values && has_block_scales(args);
+      part.stride = (intermediate + 15) / 16 * 16;
+      place(part.hidden, count * part.stride, fp8_values ? 1 : 2);
+      place(part.wide, blocks ? count * part.stride : 0, 4);
+      place(part.scales, blocks ? count * scale_blocks(args.block_offset + intermediate) : 0, 4);
+      place(part.out, count * args.x.shape[1], 2);
+    };
+    place_part(routed, slots, expert_intermediate(args));
+    place_part(shared, args.shared.present() ? block_tokens : 0,
+               args.shared.present() ? args.shared.gate.shape[0] : 0);
+  }
+};
+
+// ---- index
+
+struct IndexParams {
+  const int32_t* ids;
+  int64_t ids_stride;
+  int32_t slots, top_k, experts;
+  int32_t *start, *rows, *token_of_row, *row_of_slot;
+};
+
+/// The sum of `v` over the block, and of the threads before this one in `before`. Two barriers.
+__device__ __forceinline__ int block_sum(int v, int& before) {
+  __shared__ int of_warp[kWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int inclusive = v;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
+    if (lane >= step) inclusive += below;
+  }
+  if (lane == 31) of_warp[warp] = inclusive;
+  __syncthreads();
+  int all = 0;
+  before = inclusive - v;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += of_warp[w];
+    all += of_warp[w];
+  }
+  __syncthreads();
+  return all;
+}
+
+/// A block per expert: its first row is the number of pairs with a smaller expert, its rows follow the slots' order.
+__global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__ IndexParams p) {
+  wait_for_previous_kernel();
+  const int expert = static_cast<int>(blockIdx.x);
+  const auto id_of = [&](int slot) { return p.ids[int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k]; };
+  int smaller = 0, equal = 0;
+  for (int slot = threadIdx.x; slot < p.slots; slot += kThreads) {
+    const int id = id_of(slot);
+    smaller += id >= 0 && id < expert;
+    equal += id == expert;
+  }
+  int unused;
+  const int start = block_sum(smaller, unused), rows = block_sum(equal, unused);
+  let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    p.start[expert] = start;
+    p.rows[expert] = rows;
+  }
+  if (rows == 0) return;
+  int row = start;
+  for (int first = 0; first < p.slots; first += kThreads) {
+    const int slot = first + static_cast<int>(threadIdx.x);
+    const bool mine = slot < p.slots && id_of(slot) == expert;
+    int before;
+    const int found = block_sum(mine, before);
+    if (mine) {
+      p.token_of_row[row + before] = slot / p.top_k;
+      p.row_of_slot[slot] = row + before;
+    }
+    row += found;
+  }
+}
+
+// ---- requantisation in blocks of 128
+
+struct QuantiseParams {
+  const float* wide;
+  fp8* hidden;
+  float* scales;
+  int64_t stride, intermediate, blocks, block_offset;
+  const int32_t *last_start, *last_rows;  // null: `rows` rows
+  int64_t rows;
+};
+
+/// A warp per row and block. Rows past the last expert's are not there.
+__global__ __launch_bounds__(kThreads) void quantise_kernel(const __grid_constant__ QuantiseParams p) {
+  wait_for_previous_kernel();
+  const int64_t task = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int64_t row = task / p.blocks, block = task % p.blocks;
+  const int64_t rows = p.last_start != nullptr ? int64_t{*p.last_start} + *p.last_rows : p.rows;
+  let_next_kernel_start();
+  if (row >= rows) return;
+  const int64_t begin = max(int64_t{0}, block * kScaleBlock - p.block_offset);
+  const int64_t end = min(p.intermediate, (block + 1) * kScaleBlock - p.block_offset);
+  const float* wide = p.wide + row * p.stride;
+  float v[kScaleBlock / 32], largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < kScaleBlock / 32; ++i) {
+    const int64_t column = begin + lane + 32 * i;
+    v[i] = column < end ? wide[column] : 0.f;
+    largest = MaxMagnitude{}(largest, v[i]);
+  }
+  const float scale = made_scale(warp_reduce<MaxMagnitude>(largest));
+  if (lane == 0) p.scales[row * p.blocks + block] = scale;
+#pragma unroll
+  for (int i = 0; i < kScaleBlock / 32; ++i) {
+    const int64_t column = begin + lane + 32 * i;
+    if (column < end) p.hidden[row * p.stride + column] = from_float<fp8>(__fdiv_rn(v[i], scale));
+  }
+}
+
+// ---- weighted sum
+
+struct SumParams {
+  const int32_t *ids, *row_of_slot;
+  const float* weights;
+  const bf16 *out, *shared;  // null: no expert, no shared expert
+  void* y;
+  int64_t ids_stride, weights_stride, y_stride, hidden, experts;
+  int32_t top_k;
+  bool wide_stores;
+};
+
+constexpr int kSumColumns = 8;  // of a thread: 16 bytes of bf16
+
+template <class Y>
+__global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ SumParams p) {
+  extern __shared__ uint8_t memory[];
+  int32_t* rows = reinterpret_cast<int32_t*>(memory);  // [top_k] -1: no work
+  float* factors = reinterpret_cast<float*>(memory) + p.top_k;
+  wait_for_previous_kernel();
+  const int64_t token = blockIdx.x;
+  for (int j = threadIdx.x; j < p.top_k; j += kThreads) {
+    const int32_t id = p.ids[token * p.ids_stride + j];
+    const bool work = id >= 0 && id < p.experts;
+    rows[j] = work ? p.row_of_slot[token * p.top_k + j] : -1;
+    factors[j] = work ? p.weights[token * p.weights_stride + j] : 0.f;
+  }
+  __syncthreads();
+  const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSumColumns;
+  if (column >= p.hidden) return;
+  float sum[kSumColumns] = {};
+#pragma unroll 4
+  for (int j = 0; j < p.top_k; ++j) {
+    if (rows[j] < 0) continue;
+    float v[kSumColumns];
+    load_floats(p.out + rows[j] * p.hidden + column, v);
+#pragma unroll
+    for (int c = 0; c < kSumColumns; ++c) sum[c] += factors[j] * v[c];
+  }
+  if (p.shared != nullptr) {
+    float v[kSumColumns];
+    load_floats(p.shared + token * p.hidden + column, v);
+#pragma unroll
+    for (int c = 0; c < kSumColumns; ++c) sum[c] += v[c];
+  }
+  let_next_kernel_start();
+  Y* y = static_cast<Y*>(p.y) + token * p.y_stride + column;
+  if (p.wide_stores) {
+    constexpr int kCount = std::min(kVec<Y>, kSumColumns);
+#pragma unroll
+    for (int c = 0; c < kSumColumns; c += kCount) {
+      float part[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) part[i] = sum[c + i];
+      store_floats(part, y + c);
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < kSumColumns; ++c) y[c] = from_float<Y>(sum[c]);
+  }
+}
+
+// ---- the two products of one set of experts
+
+/// Matrices of one set of experts with strides between experts: the stacked ones, or the shared one.
+struct Matrices {
+  Tensor gate, up, down;
+  int64_t gate_step = 0, down_step = 0;
+  const float *gate_scale = nullptr, *up_scale = nullptr, *down_scale = nullptr, *act_scale = nullptr;
+  int64_t gate_scale_step = 0, gate_scale_stride = 0, down_scale_step = 0, down_scale_stride = 0,
+          act_scale_step = 0;
+};
+
+Matrices routed_matrices(const FusedMoeArgs& args) {
+  Matrices m;
+  const ExpertWeights first = expert_at(args, 0);
+  m.gate = first.gate, m.up = first.up, m.down = first.down;
+  m.gate_step = args.gate_up.stride[0], m.down_step = args.down.stride[0];
+  if (args.x.dtype != DType::fp8_e4m3) return m;
+  m.gate_scale = args.gate_up_scale.as<const float>();
+  m.up_scale = m.gate_scale + args.gate_up_scale.stride[1];
+  m.down_scale = args.down_scale.as<const float>();
+  m.gate_scale_step = args.gate_up_scale.stride[0], m.down_scale_step = args.down_scale.stride[0];
+  if (has_block_scales(args)) {
+    m.gate_scale_stride = args.gate_up_scale.stride[2], m.down_scale_stride = args.down_scale.stride[1];
+  } else {
+    m.act_scale = args.act_scale.as<const float>();
+    m.act_scale_step = args.act_scale.shape[0] > 1 ? args.act_scale.stride[0] : 0;
+  }
+  return m;
+}
+
+Matrices shared_matrices(const FusedMoeArgs& args) {
+  const ExpertWeights& s = args.shared;
+  Matrices m;
+  m.gate = s.gate, m.up = s.up, m.down = s.down;
+  if (args.x.dtype != DType::fp8_e4m3) return m;
+  m.gate_scale = s.gate_scale.as<const float>(), m.up_scale = s.up_scale.as<const float>();
+  m.down_scale = s.down_scale.as<const float>();
+  if (has_block_scales(args)) {
+    // The products take one stride for gate and up: dense scales of one shape have it.
+    m.gate_scale_stride = s.gate_scale.stride[0], m.down_scale_stride = s.down_scale.stride[0];
+  } else {
+    m.act_scale = s.act_scale.as<const float>();
+  }
+  return m;
+}
+
+/// `groups` describes rows, index and groups; the rest is filled in here.
+Status run_experts(const FusedMoeArgs& args, const Tensor& x, const Tensor& x_scale, const Matrices& m,
+                   const Scratch::Part& part, const gemm::Problem& groups, const Stream& stream) {
+  const int64_t intermediate = m.gate.shape[0], hidden = x.shape[1];
+  const bool fp8_values = x.dtype == DType::fp8_e4m3, blocks = fp8_values && has_block_scales(args);
+  gemm::Problem up = groups;
+  up.type = x.dtype;
+  up.block_scales = blocks;
+  up.gated = true;
+  up.a = x.data;
+  up.a_stride = x.stride[0];
+  up.b = m.gate.data;
+  up.b_up = m.up.data;
+  up.b_stride = m.gate.stride[0];
+  up.b_group_stride = m.gate_step;
+  up.n = intermediate;
+  up.k = hidden;
+  up.y = part.hidden;
+  up.y_type = fp8_values ? DType::fp8_e4m3 : DType::bf16;
+  up.y_stride = part.stride;
+  if (fp8_values) {
+    up.a_scale = x_scale.as<const float>();
+    up.a_scale_stride = blocks ? x_scale.stride[0] : 0;
+    up.b_scale = m.gate_scale;
+    up.b_up_scale = m.up_scale;
+    up.b_scale_stride = m.gate_scale_stride;
+    up.b_scale_group_stride = m.gate_scale_step;
+    up.y_scale = m.act_scale;
+    up.y_scale_group_stride = m.act_scale_step;
+  }
+  if (blocks) {
+    up.n_offset = args.block_offset;
+    up.y = part.wide;
+    up.y_type = DType::f32;
+  }
+  VIVACE_TRY(gemm::run("fused_moe gate and up", up, stream));
+
+  gemm::Problem down = groups;
+  down.type = x.dtype;
+  down.block_scales = blocks;
+  down.a = part.hidden;
+  down.a_stride = part.stride;
+  down.a_index = nullptr;
+  down.b = m.down.data;
+  down.b_stride = m.down.stride[0];
+  down.b_group_stride = m.down_step;
+  down.n = hidden;
+  down.k = intermediate;
+  down.y = part.out;
+  down.y_type = DType::bf16;
+  down.y_stride = hidden;
+  if (fp8_values) {
+    down.a_scale = m.act_scale;
+    down.a_scale_group_stride = m.act_scale_step;
+    down.b_scale = m.down_scale;
+    down.b_scale_stride = m.down_scale_stride;
+    down.b_scale_group_stride = m.down_scale_step;
+  }
+  if (blocks) {
+    QuantiseParams q;
+    q.wide = part.wide;
+    q.hidden = static_cast<fp8*>(part.hidden);
+    q.scales = part.scales;
+    q.stride = part.stride;
+    q.intermediate = intermediate;
+    q.blocks = scale_blocks(args.block_offset + intermediate);
+    q.block_offset = args.block_offset;
+    q.last_start = groups.group_start != nullptr ? groups.group_start + groups.groups - 1 : nullptr;
+    q.last_rows = groups.group_rows != nullptr ? groups.group_rows + groups.groups - 1 : nullptr;
+    q.rows = groups.rows;
+    const LaunchShape shape{
+        .grid = dim3(static_cast<unsigned>((groups.rows * q.blocks + kWarps - 1) / kWarps)),
+        .block = dim3(kThreads),
+        .overlap_previous = true};
+    VIVACE_TRY(launch("fused_moe requantisation", quantise_kernel, shape, stream, q));
+    down.a_scale = part.scales;
+    down.a_scale_stride = q.blocks;
+    down.a_scale_group_stride = 0;
+    down.k_offset = args.block_offset;
+  }
+  return gemm::run("fused_moe down", down, stream);
+}
+
+Status run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scratch& s,
+                 const Stream& stream) {
+  const int64_t experts = expert_count(args), top_k = args.expert_ids.shape[1], hidden = args.x.shape[1];
+  const Tensor x = args.x.rows(t0, tokens), ids = args.expert_ids.rows(t0, tokens);
+  const bool x_scale_rows = args.x_scale.present() && args.x_scale.rank == 2;
+  const Tensor x_scale = x_scale_rows ? args.x_scale.rows(t0, tokens) : args.x_scale;
+  // Without an intermediate every expert's output is zero, which no product writes.
+  const bool routed = experts > 0 && top_k > 0 && expert_intermediate(args) > 0;
+  const bool shared = args.shared.present() && args.shared.gate.shape[0] > 0;
+  if (routed) {
+    IndexParams index;
+    index.ids = ids.as<const int32_t>();
+    index.ids_stride = ids.stride[0];
+    index.slots = static_cast<int32_t>(tokens * top_k);
+    index.top_k = static_cast<int32_t>(top_k);
+    index.experts = static_cast<int32_t>(experts);
+    index.start = s.start;
+    index.rows = s.rows;
+    index.token_of_row = s.token_of_row;
+    index.row_of_slot = s.row_of_slot;
+    const LaunchShape shape{
+        .grid = dim3(static_cast<unsigned>(experts)), .block = dim3(kThreads), .overlap_previous = true};
+    VIVACE_TRY(launch("fused_moe index", index_kernel, shape, stream, index));
+    gemm::Problem groups;
+    groups.a_index = s.token_of_row;
+    groups.rows = tokens * top_k;
+    groups.group_start = s.start;
+    groups.group_rows = s.rows;
+    groups.groups = experts;
+    VIVACE_TRY(run_experts(args, x, x_scale, routed_matrices(args), s.routed, groups, stream));
+  }
+  if (shared) {
+    gemm::Problem groups;
+    groups.rows = tokens;
+    VIVACE_TRY(run_experts(args, x, x_scale, shared_matrices(args), s.shared, groups, stream));
+  }
+  const Tensor y = args.y.rows(t0, tokens), weights = args.expert_weights.rows(t0, tokens);
+  SumParams sum;
+  sum.ids = ids.as<const int32_t>();
+  sum.row_of_slot = s.row_of_slot;
+  sum.weights = weights.as<const float>();
+  sum.out = s.routed.out;
+  sum.shared = shared ? s.shared.out : nullptr;
+  sum.y = y.data;
+  sum.ids_stride = ids.stride[0];
+  sum.weights_stride = weights.stride[0];
+  sum.y_stride = y.stride[0];
+  sum.hidden = hidden;
+  sum.experts = experts;
+  sum.top_k = routed ? static_cast<int32_t>(top_k) : 0;
+  sum.wide_stores = alignment_of(y) % 16 == 0;
+  const int64_t columns = kThreads * kSumColumns;
+  const LaunchShape shape{
+      .grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>((hidden + columns - 1) / columns)),
+      .block = dim3(kThreads),
+      .smem_bytes = sum.top_k * 8,
+      .overlap_previous = true};
+  const auto kernel = y.dtype == DType::f32 ? sum_kernel<float> : sum_kernel<bf16>;
+  return launch("fused_moe sum", kernel, shape, stream, sum);
+}
+
+}  // namespace
+
+int64_t fused_moe_cuda_workspace_bytes(const FusedMoeArgs& args, const Stream&) {
+  return Scratch(args, nullptr).bytes + kWorkspaceSlack;
+}
+
+Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream) {
+  const Scratch scratch(args, first_line(args.workspace));
+  const int64_t tokens = args.x.shape[0];
+  for (int64_t t = 0; t < tokens; t += scratch.block_tokens) {
+    VIVACE_TRY(run_block(args, t, std::min(scratch.block_tokens, tokens - t), scratch, stream));
+  }
+  return {};
+}
+
+}  // namespace vivace

@@ -1,0 +1,9 @@
+#include "src/ops/gemm/kernel.h"
+
+namespace vivace::gemm {
+
+Status run_fp8_block(std::string_view name, const Problem& problem, const Stream& stream) {
+  return run_any_tile<fp8, true>(name, problem, stream);
+}
+
+}  // namespace vivace::gemm

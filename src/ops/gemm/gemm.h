@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "vivace/status.h"
+#include "vivace/stream.h"
+#include "vivace/tensor.h"
+
+// The matrix product that GPU rows of several operators share: rows of A times a matrix of B per group of rows.
+
+namespace vivace::gemm {
+
+/// y[r] = a[index(r)] · b[g]ᵀ for each row r of each group g, or with `gated`
+/// y[r] = silu(a[index(r)] · b[g]ᵀ) · (a[index(r)] · b_up[g]ᵀ).
+///
+/// A value of y is one sum over k in ascending steps of 16, whatever the tile: its bits depend on its row of A, its row
+/// of B and their scales alone. Pointers are device memory and read when the kernel runs; strides count elements.
+/// Addresses and strides of A and B are multiples of 16 bytes, and so is k.
+struct Problem {
+  DType type = DType::bf16;  ///< of A and B: bf16 or fp8_e4m3
+  bool block_scales =
+      false;  ///< fp8: a scale per 128 of k (and of n in B), else one per row of A and per matrix
+  bool gated = false;
+
+  const void* a = nullptr;
+  int64_t a_stride = 0;
+  const int32_t* a_index = nullptr;  ///< row of A for row r of y; null: row r
+  const void* b = nullptr;           ///< [groups, n, k]
+  const void* b_up = nullptr;        ///< gated alone
+  int64_t b_stride = 0, b_group_stride = 0;
+  int64_t rows = 0, n = 0, k = 0;
+
+  const int32_t* group_start = nullptr;  ///< null: one group of all rows
+  const int32_t* group_rows = nullptr;
+  int64_t groups = 1;
+
+  const float* a_scale =
+      nullptr;  ///< fp8 alone, as those of B; element row · stride + group · group stride (+ block)
+  int64_t a_scale_stride = 0, a_scale_group_stride = 0;
+  const float* b_scale = nullptr;  ///< element group · group stride (+ block of n · stride + block of k)
+  const float* b_up_scale = nullptr;
+  int64_t b_scale_stride = 0, b_scale_group_stride = 0;
+  int64_t n_offset = 0,
+          k_offset = 0;  ///< where n and k start in a block of scales; multiples of 16, below 128
+
+  void* y = nullptr;
+  DType y_type = DType::bf16;  ///< bf16, f32, or fp8_e4m3 with y_scale
+  int64_t y_stride = 0;
+  const float* y_scale = nullptr;
+  int64_t y_scale_group_stride = 0;
+  const void* bias = nullptr;  ///< [n]; not with `gated`
+  DType bias_type = DType::none;
+};
+
+/// Enqueues the product. The grid depends on shapes alone.
+Status run(std::string_view name, const Problem& problem, const Stream& stream);
+
+/// The three families of kernels, each in a file of its own.
+Status run_bf16(std::string_view name, const Problem& problem, const Stream& stream);
+Status run_fp8(std::string_view name, const Problem& problem, const Stream& stream);
+Status run_fp8_block(std::string_view name, const Problem& problem, const Stream& stream);
+
+}  // namespace vivace::gemm

@@ -1,0 +1,237 @@
+#pragma once
+
+// y[r] = a[index(r)] · b[g]ᵀ        tensor cores from compute capability 8.0
+//
+// Two numbers for m rows of a group
+//   bytes  n k (weights once, while the rows of a group fit a tile) + m k + m n
+//   flops  2 m n k    fp8 is multiplied as f16, to which it converts exactly
+// A dozen rows per group are bound by the weights, a hundred and more by the tensor cores.
+//
+// A CTA takes a tile of kM rows of one group and some tiles of kN columns, one after another through one ring of stages,
+// and walks k alone: no sum is ever split, and its order is the same for every tile. Which group a CTA has is searched on
+// the device: the grid depends on shapes alone.
+
+#include <algorithm>
+
+#include "src/device/launch.h"
+#include "src/ops/gemm/tile.h"
+
+namespace vivace::gemm {
+
+template <class T, class E, bool kBlockScales, bool kGated>
+__global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const __grid_constant__ Problem p,
+                                                                          bool pairs_aligned) {
+  extern __shared__ __align__(128) uint8_t stages[];
+  constexpr int kK = kRowBytes / static_cast<int>(sizeof(E)),
+                kChunk = kChunkBytes / static_cast<int>(sizeof(E));
+  constexpr int kMBlocks = T::kMBlocks, kNBlocks = T::kNBlocks;
+  constexpr int kColumns = kGated ? T::kN / 2 : T::kN;  // of y
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / T::kWarpsN * T::kWarpRows, warp_column = warp % T::kWarpsN * T::kWarpColumns;
+  device::wait_for_previous_kernel();
+  TileRows tile;
+  if (!find_tile<T::kM, T::kThreads>(p, blockIdx.x, tile)) return;
+
+  // This thread's share of a stage: one chunk of these rows.
+  const int copy_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+  const E *a_rows[T::kACopies], *b_rows[T::kBCopies];  // null: zeros
+#pragma unroll
+  for (int i = 0; i < T::kACopies; ++i) {
+    const int64_t row = tile.row + copy_row + i * T::kRowsAtOnce;
+    a_rows[i] = nullptr;
+    if (row < tile.end) {
+      const int64_t source = p.a_index != nullptr ? p.a_index[row] : row;
+      a_rows[i] = static_cast<const E*>(p.a) + source * p.a_stride;
+    }
+  }
+  const int64_t first_column = int64_t{blockIdx.y} * kColumns, column_step = int64_t{gridDim.y} * kColumns;
+  // At least one, so that y is written (with the bias) when k is 0.
+  const int k_tiles = max(1, static_cast<int>((p.k + p.k_offset + kK - 1) / kK));
+
+  // Stages are filled in the order in which they are used: k by k, then the next tile of columns.
+  int64_t fill_column = first_column;
+  int fill_k = 0, fill_slot = 0;
+  const auto fill_stage = [&] {
+    if (fill_column < p.n) {
+      if (fill_k == 0) {
+#pragma unroll
+        for (int i = 0; i < T::kBCopies; ++i) {
+          // Gated: rows of gate and up alternate in blocks of 8, so that a lane holds both values of a column.
+          const int row = copy_row + i * T::kRowsAtOnce;
+          const int64_t column = fill_column + (kGated ? row / 16 * 8 + row % 8 : row);
+          const void* matrix = kGated && row / 8 % 2 == 1 ? p.b_up : p.b;
+          b_rows[i] = nullptr;
+          if (column < p.n) {
+            b_rows[i] = static_cast<const E*>(matrix) + tile.group * p.b_group_stride + column * p.b_stride;
+          }
+        }
+      }
+      uint8_t* a = stages + fill_slot * T::kStageBytes;
+      uint8_t* b = a + T::kM * kRowBytes;
+      const int64_t k = int64_t{fill_k} * kK - p.k_offset + chunk * kChunk;
+      const bool inside = k >= 0 && k < p.k;
+#pragma unroll
+      for (int i = 0; i < T::kACopies; ++i) {
+        const bool valid = inside && a_rows[i] != nullptr;
+        const void* source = valid ? static_cast<const void*>(a_rows[i] + k) : p.a;
+        device::copy_16_async(a + device::swizzled<kRowBytes>(copy_row + i * T::kRowsAtOnce, chunk), source,
+                              valid);
+      }
+#pragma unroll
+      for (int i = 0; i < T::kBCopies; ++i) {
+        const bool valid = inside && b_rows[i] != nullptr;
+        const void* source = valid ? static_cast<const void*>(b_rows[i] + k) : p.b;
+        device::copy_16_async(b + device::swizzled<kRowBytes>(copy_row + i * T::kRowsAtOnce, chunk), source,
+                              valid);
+      }
+      if (++fill_k == k_tiles) {
+        fill_k = 0;
+        fill_column += column_step;
+      }
+      if (++fill_slot == T::kStages) fill_slot = 0;
+    }
+    device::commit_copies();  // an empty group at the end keeps the count
+  };
+
+  // Rows of y in this thread's accumulators, and where their scales begin.
+  const auto row_of = [&](int block, int half) {
+    return tile.row + warp_row + block * 16 + half * 8 + lane / 4;
+  };
+  const float* a_scales[kMBlocks][2];
+  if constexpr (sizeof(E) == 1) {
+#pragma unroll
+    for (int i = 0; i < kMBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = row_of(i, half);
+        int64_t source = row < tile.end ? row : tile.row;
+        if (p.a_index != nullptr) source = p.a_index[source];
+        a_scales[i][half] = p.a_scale + source * p.a_scale_stride + tile.group * p.a_scale_group_stride;
+      }
+    }
+  }
+  const float y_scale = p.y_scale != nullptr ? p.y_scale[tile.group * p.y_scale_group_stride] : 1.f;
+
+#pragma unroll
+  for (int s = 0; s < T::kStages - 1; ++s) fill_stage();
+  int slot = 0;
+  for (int64_t tile_column = first_column; tile_column < p.n; tile_column += column_step) {
+    const auto column_of = [&](int block) {
+      return tile_column + (kGated ? (warp_column / 16 + block / 2) * 8 : warp_column + block * 8);
+    };
+    // The scale of 8 columns for a block of k; 8 columns lie in one block of scales.
+    const auto b_scale_of = [&](int block, int k_block) {
+      const int64_t column = column_of(block);
+      if (column >= p.n) return 0.f;
+      const float* scales = kGated && block % 2 == 1 ? p.b_up_scale : p.b_scale;
+      return scales[tile.group * p.b_scale_group_stride +
+                    (column + p.n_offset) / kScaleBlock * p.b_scale_stride + k_block];
+    };
+    Accumulators<T> acc = {};
+    float total[kBlockScales ? kMBlocks : 1][kNBlocks][4] = {};
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      device::wait_for_copies<T::kStages - 2>();
+      __syncthreads();  // this stage is complete, and everyone is done with the one before it, which is filled next
+      fill_stage();
+      const uint8_t* a = stages + slot * T::kStageBytes;
+      const uint8_t* b = a + T::kM * kRowBytes;
+      if (++slot == T::kStages) slot = 0;
+      if constexpr (kBlockScales) {
+        float a_scale[kMBlocks][2], b_scale[kNBlocks];
+#pragma unroll
+        for (int i = 0; i < kMBlocks; ++i)
+          a_scale[i][0] = a_scales[i][0][k_tile], a_scale[i][1] = a_scales[i][1][k_tile];
+#pragma unroll
+        for (int j = 0; j < kNBlocks; ++j) b_scale[j] = b_scale_of(j, k_tile);
+        multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
+#pragma unroll
+        for (int i = 0; i < kMBlocks; ++i) {
+#pragma unroll
+          for (int j = 0; j < kNBlocks; ++j) {
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+              total[i][j][v] += acc[i][j][v] * (a_scale[i][v / 2] * b_scale[j]);
+              acc[i][j][v] = 0.f;
+            }
+          }
+        }
+      } else {
+        multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
+      }
+    }
+    if (tile_column + column_step >= p.n) device::let_next_kernel_start();
+
+    const auto value = [&](int i, int j, int v) {
+      if constexpr (kBlockScales) {
+        return total[i][j][v];
+      } else if constexpr (sizeof(E) == 1) {
+        return acc[i][j][v] * (a_scales[i][v / 2][0] * b_scale_of(j, 0));
+      } else {
+        return acc[i][j][v];
+      }
+    };
+#pragma unroll
+    for (int i = 0; i < kMBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = row_of(i, half);
+        if (row >= tile.end) continue;
+#pragma unroll
+        for (int j = 0; j < kNBlocks; j += kGated ? 2 : 1) {
+          const int64_t column = column_of(j) + lane % 4 * 2;
+          if (column >= p.n) continue;
+          const bool second = column + 1 < p.n;
+          float v[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            v[c] = value(i, j, 2 * half + c);
+            if constexpr (kGated) {
+              v[c] = v[c] / (1.f + expf(-v[c])) * value(i, j + 1, 2 * half + c);
+            } else if (p.bias != nullptr && (c == 0 || second)) {
+              v[c] += device::load_any(p.bias_type, p.bias, column + c);
+            }
+            if (p.y_scale != nullptr) v[c] = __fdiv_rn(v[c], y_scale);
+          }
+          store_pair(p, pairs_aligned, row * p.y_stride + column, second, v[0], v[1]);
+        }
+      }
+    }
+  }
+}
+
+template <class T, class E, bool kBlockScales>
+Status run_tile(std::string_view name, const Problem& p, const Stream& stream) {
+  // Every group may end in a tile of its own; groups without rows have none.
+  const int64_t row_tiles =
+      p.group_start == nullptr ? (p.rows + T::kM - 1) / T::kM : p.rows / T::kM + std::min(p.groups, p.rows);
+  // More CTAs than fill the GPU a few times only repeat the search and the start of the ring.
+  constexpr int64_t kEnoughCtas = 2048;
+  const int64_t columns = p.gated ? T::kN / 2 : T::kN, column_tiles = (p.n + columns - 1) / columns;
+  const int64_t across = std::min(column_tiles, (kEnoughCtas + row_tiles - 1) / row_tiles);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(row_tiles), static_cast<unsigned>(across)),
+                          .block = dim3(T::kThreads),
+                          .smem_bytes = T::kStages * T::kStageBytes,
+                          .overlap_previous = true};
+  const int64_t pair = p.y_type == DType::f32 ? 8 : 4;
+  const bool pairs_aligned =
+      reinterpret_cast<uintptr_t>(p.y) % static_cast<uintptr_t>(pair) == 0 && p.y_stride % 2 == 0;
+  const auto kernel =
+      p.gated ? gemm_kernel<T, E, kBlockScales, true> : gemm_kernel<T, E, kBlockScales, false>;
+  return launch(name, kernel, shape, stream, p, pairs_aligned);
+}
+
+/// By rows per group, and whether large tiles are enough to go round. Bits are the same for all.
+template <class E, bool kBlockScales>
+Status run_any_tile(std::string_view name, const Problem& p, const Stream& stream) {
+  using Few = Tile<16, 64, 1, 4, 6, 1>;
+  using Some = Tile<64, 64, 2, 2, 4, kBlockScales ? 2 : 3>;
+  using Many = Tile<128, 128, 2, 4, 3, sizeof(E) == 1 ? 1 : 2>;  // fp8 operands take more than 128 registers
+  constexpr int64_t kEnoughTiles = 100;  // close to one per SM of the GPUs this is for
+  const int64_t rows = p.rows / p.groups;
+  if (rows <= 16) return run_tile<Few, E, kBlockScales>(name, p, stream);
+  const int64_t large = (p.rows + 127) / 128 * ((p.n * (p.gated ? 2 : 1) + 127) / 128);
+  if (rows <= 96 || large < kEnoughTiles) return run_tile<Some, E, kBlockScales>(name, p, stream);
+  return run_tile<Many, E, kBlockScales>(name, p, stream);
+}
+
+}  // namespace vivace::gemm

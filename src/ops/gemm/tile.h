@@ -1,0 +1,179 @@
+#pragma once
+
+// A tile of the product in registers, fed from a ring of stages in shared memory. For files that are compiled with CUDA.
+//
+// A stage holds 128 bytes of k of kM rows of A and kN rows of B, chunks of 16 bytes swizzled so that ldmatrix meets no
+// bank conflict. A row is 64 bf16 values, or 128 fp8 values: one block of scales.
+
+#include "src/device/mma.h"
+#include "src/device/number.h"
+#include "src/device/ptx.h"
+#include "src/ops/gemm/gemm.h"
+
+namespace vivace::gemm {
+
+using device::bf16;
+using device::f16;
+using device::fp8;
+
+inline constexpr int kRowBytes = 128, kChunkBytes = 16, kChunks = kRowBytes / kChunkBytes;
+inline constexpr int kSlices = kRowBytes / 32;  // a slice: what one ldmatrix spans along k
+inline constexpr int kScaleBlock = 128;
+
+template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kCtasPerSm_>
+struct Tile {
+  static constexpr int kM = kM_, kN = kN_, kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
+  static constexpr int kStages = kStages_, kCtasPerSm = kCtasPerSm_;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kWarpRows = kM / kWarpsM, kWarpColumns = kN / kWarpsN;
+  static constexpr int kMBlocks = kWarpRows / 16, kNBlocks = kWarpColumns / 8;
+  static constexpr int kStageBytes = (kM + kN) * kRowBytes;
+  static constexpr int kRowsAtOnce = kThreads / kChunks;  // of a stage, filled by one copy of each thread
+  static constexpr int kACopies = kM / kRowsAtOnce, kBCopies = kN / kRowsAtOnce;
+  static_assert(kWarpRows % 16 == 0 && kWarpColumns % 16 == 0, "a warp multiplies whole 16 x 16 blocks");
+  static_assert(kM % kRowsAtOnce == 0 && kN % kRowsAtOnce == 0, "every thread copies equally much");
+};
+
+template <class T>
+using Accumulators = float[T::kMBlocks][T::kNBlocks][4];
+
+__device__ __forceinline__ uint32_t fp8_pair_to_f16(uint32_t bits) {
+  const __half2_raw pair =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bits & 0xffffu), __NV_E4M3);
+  return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
+}
+
+/// acc += A · Bᵀ over one stage. `a` and `b` are this warp's first rows.
+///
+/// fp8: ldmatrix gives a lane four neighbouring bytes. The lower two stand for columns 2 pair and 2 pair + 1 of a step
+/// of 16, the upper two for 2 pair + 8 and 2 pair + 9: an order of k that A and B share, so the sum is the same 16
+/// products.
+template <class T, class E>
+__device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, int lane,
+                                               Accumulators<T>& acc) {
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) {
+    uint32_t a_raw[T::kMBlocks][4], b_raw[T::kNBlocks / 2][4];
+#pragma unroll
+    for (int i = 0; i < T::kMBlocks; ++i) {
+      device::load_matrices(a_raw[i],
+                            a + device::swizzled<kRowBytes>(16 * i + lane % 16, 2 * slice + lane / 16));
+    }
+#pragma unroll
+    for (int j = 0; j < T::kNBlocks / 2; ++j) {
+      const int row = 16 * j + lane / 16 * 8 + lane % 8;
+      device::load_matrices(b_raw[j], b + device::swizzled<kRowBytes>(row, 2 * slice + lane / 8 % 2));
+    }
+    if constexpr (sizeof(E) == 2) {
+#pragma unroll
+      for (int j = 0; j < T::kNBlocks; ++j) {
+        const uint32_t b_pair[2] = {b_raw[j / 2][j % 2 * 2], b_raw[j / 2][j % 2 * 2 + 1]};
+#pragma unroll
+        for (int i = 0; i < T::kMBlocks; ++i) device::mma_16x8x16<bf16>(acc[i][j], a_raw[i], b_pair);
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a_f16[T::kMBlocks][4];
+#pragma unroll
+        for (int i = 0; i < T::kMBlocks; ++i) {
+          const uint32_t upper = a_raw[i][2 * half], lower = a_raw[i][2 * half + 1];  // rows, rows + 8
+          a_f16[i][0] = fp8_pair_to_f16(upper);
+          a_f16[i][1] = fp8_pair_to_f16(lower);
+          a_f16[i][2] = fp8_pair_to_f16(upper >> 16);
+          a_f16[i][3] = fp8_pair_to_f16(lower >> 16);
+        }
+#pragma unroll
+        for (int j = 0; j < T::kNBlocks; ++j) {
+          const uint32_t raw = b_raw[j / 2][j % 2 * 2 + half];
+          const uint32_t b_pair[2] = {fp8_pair_to_f16(raw), fp8_pair_to_f16(raw >> 16)};
+#pragma unroll
+          for (int i = 0; i < T::kMBlocks; ++i) device::mma_16x8x16<f16>(acc[i][j], a_f16[i], b_pair);
+        }
+      }
+    }
+  }
+}
+
+/// The rows of y that a CTA works on: [row, min(row + kM, end)) of one group.
+struct TileRows {
+  int32_t group;
+  int64_t row, end;
+};
+
+/// The `tile`-th tile of kM rows, counted through the groups in order; false when there are fewer. All threads of the
+/// block call it and get the same answer. Groups are clipped to the rows there are.
+template <int kM, int kThreads>
+__device__ __forceinline__ bool find_tile(const Problem& p, int64_t tile, TileRows& out) {
+  if (p.group_start == nullptr) {
+    out = TileRows{0, tile * kM, p.rows};
+    return out.row < p.rows;
+  }
+  __shared__ int warp_tiles[kThreads / 32];
+  __shared__ TileRows found;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int64_t before_chunk = 0;
+  for (int64_t first = 0; first < p.groups; first += kThreads) {
+    const int64_t group = first + threadIdx.x;
+    int64_t begin = 0, end = 0;
+    if (group < p.groups) {
+      const int64_t start = p.group_start[group];
+      end = min(start + int64_t{p.group_rows[group]}, p.rows);
+      begin = max(start, int64_t{0});
+    }
+    const int tiles = end > begin ? static_cast<int>((end - begin + kM - 1) / kM) : 0;
+    int inclusive = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
+      if (lane >= step) inclusive += below;
+    }
+    if (lane == 31) warp_tiles[warp] = inclusive;
+    __syncthreads();
+    int before = 0, all = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      if (w < warp) before += warp_tiles[w];
+      all += warp_tiles[w];
+    }
+    const int64_t mine = before_chunk + before + inclusive - tiles;
+    if (tile >= mine && tile < mine + tiles) {
+      found = TileRows{static_cast<int32_t>(group), begin + (tile - mine) * kM, end};
+    }
+    before_chunk += all;
+    __syncthreads();
+    if (tile < before_chunk) {
+      out = found;
+      return true;
+    }
+  }
+  return false;
+}
+
+/// Stores neighbours (column, column + 1) of a row; `column` is even.
+__device__ __forceinline__ void store_pair(const Problem& p, bool pairs_aligned, int64_t offset, bool second,
+                                           float v0, float v1) {
+  if (p.y_type == DType::f32) {
+    float* y = static_cast<float*>(p.y) + offset;
+    if (second && pairs_aligned) {
+      *reinterpret_cast<float2*>(y) = make_float2(v0, v1);
+    } else {
+      y[0] = v0;
+      if (second) y[1] = v1;
+    }
+  } else if (p.y_type == DType::bf16) {
+    bf16* y = static_cast<bf16*>(p.y) + offset;
+    if (second && pairs_aligned) {
+      *reinterpret_cast<uint32_t*>(y) = device::pack<bf16>(v0, v1);
+    } else {
+      y[0] = device::from_float<bf16>(v0);
+      if (second) y[1] = device::from_float<bf16>(v1);
+    }
+  } else {
+    fp8* y = static_cast<fp8*>(p.y) + offset;
+    y[0] = device::from_float<fp8>(v0);
+    if (second) y[1] = device::from_float<fp8>(v1);
+  }
+}
+
+}  // namespace vivace::gemm

@@ -1,0 +1,148 @@
+#include "src/ops/grouped_gemm/cases.h"
+#include "src/ops/grouped_gemm/table.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace {
+namespace {
+
+/// Sum of |x w| for each row and column; NaN for rows of no group.
+std::vector<double> magnitudes_of(const GroupedGemmArgs& args) {
+  const int64_t k = args.x.shape[1], n = args.weight.shape[1];
+  std::vector<double> result(static_cast<size_t>(args.x.shape[0] * n), NAN);
+  const Fp8Scales x_scales = activation_scales(args.x_scale);
+  for (int64_t g = 0; g < args.weight.shape[0]; ++g) {
+    const Fp8Scales scales = args.weight_scale.present() ? fp8_scales(args.weight_scale.at(g)) : Fp8Scales();
+    const GroupRows rows = rows_of_group(args, g);
+    std::vector<double> w(static_cast<size_t>(k));
+    for (int64_t j = 0; j < n; ++j) {
+      for (int64_t i = 0; i < k; ++i)
+        w[i] = load(args.weight.dtype, args.weight.at(g).at(j).data, i) * scales.at(j, i);
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        double sum = 0;
+        for (int64_t i = 0; i < k; ++i) {
+          sum += std::abs(load(args.x.dtype, args.x.at(r).data, i) * x_scales.at(r, i) * w[i]);
+        }
+        result[r * n + j] = sum;
+      }
+    }
+  }
+  return result;
+}
+
+TEST(GroupedGemm, EveryRowAgreesWithTheReference) {
+  for (const GroupedGemmCase& c : grouped_gemm_cases(CaseSize::test)) {
+    SCOPED_TRACE(c.name);
+    GroupedGemmProblem want(c, 1);
+    ASSERT_OK(grouped_gemm_reference(want.args, Stream{}));
+    const std::vector<double> expected = values_of(want.args.y), magnitude = magnitudes_of(want.args);
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kGroupedGemm, want.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        GroupedGemmProblem got(c, 1);
+        ASSERT_OK(row.run(got.args, stream));
+        const std::vector<double> values = values_of(got.args.y);
+        ASSERT_EQ(values.size(), expected.size());
+        // fp32: roundings of products and sums. Tensor cores: for 16 products 17 addends truncated to 2^-25 and a sum to
+        // 2^-23 of the largest.
+        const double k = static_cast<double>(c.k);
+        const double sum = row.name.starts_with("cuda") ? (17 * 0x1p-25 + 0x1p-23) * (k / 16 + 1)
+                                                        : 4 * 0x1p-24 * std::sqrt(k) + 0x1p-23;
+        for (size_t i = 0; i < values.size(); ++i) {
+          if (std::isnan(magnitude[i])) {
+            ASSERT_TRUE(std::isnan(values[i])) << "a row of no group was written, at " << i;
+            continue;
+          }
+          const double allowed = sum * magnitude[i] + 2 * Bound::store(c.y).relative * std::abs(expected[i]);
+          ASSERT_LE(std::abs(values[i] - expected[i]), allowed) << i;
+        }
+        EXPECT_TRUE(got.y.canaries_intact());
+      });
+    }
+  }
+}
+
+TEST(GroupedGemm, HandWorked) {
+  float x[] = {1, 2, 3, 4}, weight[] = {1, 1, 10, 100}, y[] = {0, 0};
+  int32_t start[] = {1, 0}, rows[] = {1, 1};
+  const GroupedGemmArgs args{.x = Tensor(x, DType::f32, {2, 2}),
+                             .weight = Tensor(weight, DType::f32, {2, 1, 2}),
+                             .group_start = Tensor(start, DType::i32, {2}),
+                             .group_rows = Tensor(rows, DType::i32, {2}),
+                             .y = Tensor(y, DType::f32, {2, 1})};
+  ASSERT_OK(grouped_gemm(args, Stream{}));
+  EXPECT_EQ(y[0], 210);
+  EXPECT_EQ(y[1], 7);
+}
+
+// Each row's bits, whatever its group's size and place: tiles of all sizes add in one order.
+TEST(GroupedGemm, ARowDoesNotDependOnTheOtherRows) {
+  const DType bf16 = DType::bf16, fp8 = DType::fp8_e4m3, f32 = DType::f32;
+  for (const GroupedGemmCase& c :
+       {GroupedGemmCase{"f32", {150, 60}, 41, 72, f32, bf16, f32},
+        GroupedGemmCase{"bf16", {900, 500}, 1160, 264},
+        GroupedGemmCase{"fp8", {200, 90}, 72, 272, fp8, fp8, f32},
+        GroupedGemmCase{"fp8 blocks", {900, 500}, 1160, 272, fp8, fp8, f32, true}}) {
+    SCOPED_TRACE(c.name);
+    const GroupedGemmProblem shapes(c, 2);
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kGroupedGemm, shapes.args, stream, [&](const auto& row) {
+        if (row.name == "reference") return;
+        SCOPED_TRACE(row.name);
+        GroupedGemmProblem all(c, 2), few(c, 2);
+        ASSERT_OK(row.run(all.args, stream));
+        for (const int32_t count : {1, 20, 100}) {
+          few.y.poison();
+          few.group_start.as<int32_t>()[0] = 11;
+          few.group_rows.as<int32_t>()[0] = count;
+          few.group_rows.as<int32_t>()[1] = 0;
+          // The rows of x that a group may have decide the tile.
+          GroupedGemmArgs args = few.args;
+          args.x = few.args.x.rows(0, 11 + count);
+          if (args.x_scale.rank == 2) args.x_scale = few.args.x_scale.rows(0, 11 + count);
+          args.y = few.args.y.rows(0, 11 + count);
+          ASSERT_OK(row.run(args, stream));
+          ASSERT_EQ(values_of(args.y.rows(11, count)), values_of(all.args.y.rows(11, count))) << count;
+        }
+      });
+    }
+  }
+}
+
+TEST(GroupedGemm, RefusesWhatDisagrees) {
+  const auto refuses = [](const GroupedGemmArgs& base, auto&& change, const char* text) {
+    GroupedGemmArgs args = base;
+    change(args);
+    EXPECT_FAILS(grouped_gemm(args, Stream{}), Code::invalid_argument, text);
+  };
+  GroupedGemmProblem p({"", {2, 3}, 8, 144, DType::fp8_e4m3, DType::fp8_e4m3, DType::f32}, 1);
+  EXPECT_OK(grouped_gemm(p.args, Stream{}));
+  refuses(
+      p.args, [](auto& a) { a.weight.shape[2] = 143; },
+      "weight.shape[2] is 143, needs k = 144 (from x.shape[1])");
+  refuses(
+      p.args, [](auto& a) { a.group_rows.shape[0] = 1; }, "group_rows.shape[0] is 1, needs groups = 2");
+  refuses(
+      p.args, [](auto& a) { a.x_scale = Tensor(); }, "x_scale is 0, needs scales with fp8 x");
+  refuses(
+      p.args, [](auto& a) { a.weight_scale.shape[0] = 1; }, "weight_scale.shape[0] is 1, needs groups = 2");
+  refuses(
+      p.args, [](auto& a) { a.weight.dtype = DType::bf16; }, "needs weight of type fp8, got bf16");
+  p.group_rows.as<int32_t>()[1] = 4;
+  refuses(
+      p.args, [](auto&) {}, "group 1 has 4 rows from 2, needs them inside the 5 rows of x");
+  p.group_start.as<int32_t>()[0] = -1;
+  refuses(
+      p.args, [](auto&) {}, "group 0 has 2 rows from -1");
+  GroupedGemmProblem blocks({"", {2}, 8, 144, DType::fp8_e4m3, DType::fp8_e4m3, DType::f32, true}, 1);
+  refuses(
+      blocks.args, [](auto& a) { a.x_scale.shape[1] = 1; }, "x_scale.shape[1] is 1, needs k blocks = 2");
+  refuses(
+      blocks.args, [](auto& a) { a.weight_scale.shape[2] = 3; },
+      "weight_scale.shape[2] is 3, needs k blocks = 2");
+  EXPECT_FAILS(grouped_gemm(GroupedGemmProblem({"", {2}, 8, 16, DType::f32, DType::f32, DType::f32}, 1).args,
+                            Stream{.device = Device::cuda}),
+               Code::invalid_argument, "x is on cpu, needs cuda");
+}
+
+}  // namespace
+}  // namespace vivace
