@@ -449,7 +449,8 @@ StepInput EngineImpl::fill(const StepPlan& plan) {
                          .position = std::ssize(live.generation.output()),
                          .prompt_ids = live.generation.prompt(),
                          .output_ids = live.generation.output(),
-                         .banned_ids = live.generation.banned_ids()});
+                         .banned_ids = live.generation.banned_ids(),
+                         .request = live.id});
   }
   return {.token_ids = a.token_ids,
           .positions = a.positions,

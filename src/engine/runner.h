@@ -21,6 +21,7 @@ struct SampleSlot {
   std::span<const int32_t> prompt_ids;  ///< for penalties
   std::span<const int32_t> output_ids;  ///< generated so far
   std::span<const int32_t> banned_ids;  ///< end tokens before min_tokens
+  RequestId request = 0;                ///< the same in all steps of a request, and no other's
 };
 
 /// What one step computes: the tokens of several requests, laid end to end, and where their keys and values
