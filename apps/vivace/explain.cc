@@ -15,9 +15,7 @@ namespace vivace::cli {
 namespace {
 
 Choice explain_sampler(int64_t rows, int64_t vocab, const Stream& stream) {
-  const std::vector<SampleRow> sample_rows(static_cast<size_t>(rows));
   return sampler_explain({.logits = Tensor(nullptr, DType::f32, {rows, vocab}),
-                          .rows = sample_rows,
                           .ids = Tensor(nullptr, DType::i32, {rows}),
                           .valid = Tensor(nullptr, DType::u8, {rows})},
                          stream);
@@ -34,8 +32,10 @@ Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
   model::ModelOptions model_options = engine::model_options_of(options);
   model_options.max_tokens = std::max(model_options.max_tokens, largest);
   model_options.max_requests = std::max(model_options.max_requests, largest);
-  VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*checkpoint, model_options));
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(options.device, 1));
+  model_options.device = compute->device().device;
+  model_options.ordinal = compute->device().ordinal;
+  VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*checkpoint, model_options));
   const Stream stream = compute->stream(&dispatch);
   std::vector<model::OpUse> uses;
   const auto add_step = [&](model::Phase phase, int64_t tokens, int64_t sampled) {

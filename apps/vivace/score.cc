@@ -41,6 +41,8 @@ Result<model::ScoreResult> run_score(const ScoreArgs& args) {
 
   model::ModelOptions options = engine::model_options_of(o);
   options.max_requests = 1;
+  options.device = compute->device().device;
+  options.ordinal = compute->device().ordinal;
   VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*files.checkpoint, options));
   VIVACE_TRY_ASSIGN(const std::vector<int32_t> ids,
                     model::score_ids(*files.tokenizer,

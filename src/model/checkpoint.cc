@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "src/core/error.h"
+#include "src/model/synthetic.h"
 #include "src/model/gguf_model.h"
 #include "src/model/mapped_checkpoint.h"
 
@@ -77,6 +78,7 @@ Result<std::unique_ptr<Checkpoint>> open_gguf(const std::string& path) {
 }
 
 Result<std::unique_ptr<Checkpoint>> Checkpoint::open(const std::string& path) {
+  if (is_synthetic(path)) return open_synthetic(path);
   std::error_code failure;  // a failure reads as "no folder"; opening the file then says why
   if (std::filesystem::is_directory(path, failure)) return open_hf_folder(path);
   if (!std::filesystem::exists(path, failure) && !failure) {

@@ -57,7 +57,8 @@ class Checkpoint {
  public:
   virtual ~Checkpoint() = default;
 
-  /// `path` is a .gguf file, or a folder with config.json and model.safetensors or model.safetensors.index.json.
+  /// `path` is a .gguf file, a folder with config.json and model.safetensors or model.safetensors.index.json, or
+  /// "synthetic:NAME".
   /// Cost: linear in the directory of the files; no tensor is touched. Messages start with the path.
   static Result<std::unique_ptr<Checkpoint>> open(const std::string& path);
 
@@ -74,6 +75,8 @@ class Checkpoint {
   virtual int64_t mapped_bytes() const = 0;
   /// "GGUF v3, llama, 272 tensors" - one line for logs and `doctor`.
   virtual std::string summary() const = 0;
+  /// It has a configuration alone; the model's weights are made (src/model/synthetic.h).
+  virtual bool synthetic() const { return false; }
 };
 
 }  // namespace vivace::model

@@ -13,6 +13,7 @@
 #include "src/model/memory.h"
 #include "src/model/place_weights.h"
 #include "src/model/rope.h"
+#include "src/model/synthetic.h"
 #include "src/model/weights.h"
 
 namespace vivace::model {
@@ -569,10 +570,18 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelO
   VIVACE_TRY(validate(config));
   VIVACE_TRY(check_options(config, options));
   VIVACE_TRY_ASSIGN(const RouterMode router_mode, router_mode_of(options.router_mode));
-  VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
   if (options.device == Device::cuda) {
     VIVACE_TRY_ASSIGN(const auto stream, device::OwnedStream::create(options.ordinal));
-    VIVACE_TRY(place_weights(graph.weights, stream->stream()));
+    if (checkpoint.synthetic()) {
+      VIVACE_TRY_ASSIGN(graph.weights, synthetic_weights(config, stream->stream()));
+    } else {
+      VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
+      VIVACE_TRY(place_weights(graph.weights, stream->stream()));
+    }
+  } else if (checkpoint.synthetic()) {
+    return synthetic_weights(config, Stream{}).status();
+  } else {
+    VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
   }
   graph.exact = options.exact;
   graph.deterministic = options.deterministic;

@@ -590,6 +590,32 @@ TEST(AttentionDecode, LargeHeadsGoToTheReference) {
                "needs head_dim <= 512, got 513");
 }
 
+/// What the CPU refuses, a GPU row survives: page ids and lengths beyond what there is touch nothing outside the tensors and no
+/// other request. The schedule is made for the lengths as they were.
+TEST(AttentionDecode, OutOfRangeOnTheGpu) {
+  const AttentionDecodeCase c{
+      {.name = "", .requests = {{300, 1}, {200, 2}, {64, 1}}, .q = DType::bf16, .kv = DType::bf16},
+      {.workers = 5}};
+  for (const Stream& stream : test_streams()) {
+    if (stream.device == Device::cpu) continue;
+    const AttentionDecodeProblem any(c, 1);
+    for_each_fitting_row(kAttentionDecode, any.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      AttentionDecodeProblem clean(c, 1), broken(c, 1);
+      ASSERT_OK(row.run(clean.args, stream));
+      int32_t* table = broken.page_table.template as<int32_t>();
+      table[1] = -1;
+      table[2] = 1 << 30;
+      table[3] = INT32_MIN;
+      broken.kv_lengths.template as<int32_t>()[0] = 1 << 30;
+      ASSERT_OK(row.run(broken.args, stream));
+      const Tensor &got = broken.args.attention.output, &want = clean.args.attention.output;
+      EXPECT_TRUE(same_bits(got.rows(1, 3), want.rows(1, 3)));
+      EXPECT_TRUE(broken.output.canaries_intact() && broken.lse.canaries_intact());
+    });
+  }
+}
+
 /// Lengths or parameters that disagree with the map are refused, not followed.
 TEST(AttentionDecode, RefusesAForeignSchedule) {
   const AttentionDecodeCase c{{.name = "", .requests = {{300, 2}, {64, 1}}}, {.workers = 3}};

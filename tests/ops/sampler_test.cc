@@ -39,45 +39,80 @@ TEST(Sampler, EveryRowAgreesWithTheReference) {
         if (c.logprobs > 0) {
           EXPECT_TRUE(close(got.args.top_logprobs, want.args.top_logprobs, logprob));
         }
-        for (const Guarded* g : {&got.ids, &got.valid, &got.workspace}) EXPECT_TRUE(g->canaries_intact());
+        EXPECT_EQ(list_of<int32_t>(got.args.output_counts), list_of<int32_t>(want.args.output_counts));
+        for (const Guarded* g :
+             {&got.ids, &got.valid, &got.workspace, &got.tensors.output_counts, &got.top_ids}) {
+          EXPECT_TRUE(g->canaries_intact());
+        }
         EXPECT_EQ(std::memcmp(got.logits.as<void>(), want.logits.as<void>(), want.logits.bytes()), 0);
       });
     }
   }
 }
 
-/// Samples rows over one set of logits each, through one row of the table.
+/// What a call with these rows over these logits gives.
 struct Samples {
   std::vector<int32_t> ids;
   std::vector<uint8_t> valid;
   std::vector<float> logprobs;
 };
-Samples sample(const Tensor& logits, const std::vector<SampleRow>& rows,
-               const Row<SamplerArgs>& implementation, const Stream& stream = {}) {
-  const int64_t count = static_cast<int64_t>(rows.size());
-  Samples s{std::vector<int32_t>(count, -7), std::vector<uint8_t>(count, 7), std::vector<float>(count, NAN)};
-  SamplerArgs args{.logits = logits,
-                   .rows = rows,
-                   .ids = Tensor(s.ids.data(), DType::i32, {count}),
-                   .valid = Tensor(s.valid.data(), DType::u8, {count}),
-                   .logprobs = Tensor(s.logprobs.data(), DType::f32, {count})};
-  const Result<int64_t> bytes = sampler_workspace_bytes(args, stream);
-  EXPECT_TRUE(bytes.ok());
-  std::vector<uint8_t> memory(*bytes, 0xFF);
-  args.workspace = Tensor(memory.data(), DType::u8, {*bytes});
-  EXPECT_OK(implementation.run(args, stream));
-  return s;
+
+/// Logits of rows, in f32 or bf16: one row for all when there is one.
+struct Logits {
+  std::vector<std::vector<float>> rows;
+  DType dtype = DType::f32;
+};
+Logits same(std::vector<float> row, DType dtype = DType::f32) {
+  return {{std::move(row)}, dtype};
 }
 
-/// The same logits for `count` rows.
-struct Repeated {
-  std::vector<float> values;
-  Tensor logits;
-  Repeated(std::vector<float> row, int64_t count) : values(std::move(row)) {
-    logits = Tensor(values.data(), DType::f32, {count, static_cast<int64_t>(values.size())});
-    logits.stride[0] = 0;
+/// A call's memory; made where the row under test runs.
+struct Call {
+  Guarded logits, ids, valid, logprobs;
+  SamplerArgs args;
+  SampleTensors tensors;
+
+  Call(const Logits& from, const std::vector<SampleSpec>& specs) {
+    const auto count = static_cast<int64_t>(specs.size()), vocab = static_cast<int64_t>(from.rows[0].size());
+    const auto given = static_cast<int64_t>(from.rows.size());
+    logits = Guarded(from.dtype, {given, vocab});
+    for (int64_t r = 0; r < given; ++r) {
+      for (int64_t i = 0; i < vocab; ++i) store(from.dtype, logits.tensor().at(r).data, i, from.rows[r][i]);
+    }
+    args.logits = logits;
+    args.logits.shape[0] = count;
+    if (given == 1) args.logits.stride[0] = 0;
+    args.ids = ids = Guarded(DType::i32, {count});
+    args.valid = valid = Guarded(DType::u8, {count});
+    args.logprobs = logprobs = Guarded(DType::f32, {count});
+    tensors = SampleTensors(specs, vocab, args);
+  }
+  Samples samples() const {
+    return {list_of<int32_t>(args.ids), list_of<uint8_t>(args.valid), list_of<float>(args.logprobs)};
   }
 };
+
+/// Calls body(sample) for each row of the table, where sample(logits, rows) runs it.
+template <class Body>
+void with_each_row(Body&& body, const std::vector<Stream>& streams = test_streams()) {
+  const Call shape(same({0}), {{}});
+  for (const Stream& stream : streams) {
+    for_each_fitting_row(kSampler, shape.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      body([&](const Logits& logits, const std::vector<SampleSpec>& specs) {
+        Call call(logits, specs);
+        Guarded scratch;
+        if (stream.device == Device::cpu && row.row.workspace_bytes != nullptr) {
+          scratch = Guarded(DType::u8, {row.row.workspace_bytes(call.args, stream)});
+          call.args.workspace = scratch;
+        }
+        EXPECT_OK(row.run(call.args, stream));
+        EXPECT_TRUE(scratch.canaries_intact());
+        return call.samples();
+      });
+    });
+  }
+}
 
 TEST(Random, PhiloxKnownAnswers) {
   // From the authors' published vectors for philox4x32 with 10 rounds.
@@ -107,16 +142,14 @@ TEST(Random, UniformOverSeedsAndPositions) {
 }
 
 /// Chi-square of draws against probabilities; tokens of probability 0 must never come.
-void expect_distribution(const SampleRow& params, const std::vector<float>& logits,
+void expect_distribution(const SampleSpec& params, const std::vector<float>& logits,
                          const std::vector<double>& want, double limit) {
   constexpr int kDraws = 20000;
-  std::vector<SampleRow> rows(kDraws, params);
+  std::vector<SampleSpec> rows(kDraws, params);
   for (int i = 0; i < kDraws; ++i) rows[i].seed = 1000 + i;
-  const Repeated repeated(logits, kDraws);
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    SCOPED_TRACE(row.name);
+  with_each_row([&](const auto& sample) {
     std::map<int32_t, int> count;
-    for (int32_t id : sample(repeated.logits, rows, row).ids) ++count[id];
+    for (int32_t id : sample(same(logits), rows).ids) ++count[id];
     double chi = 0;
     for (size_t id = 0; id < want.size(); ++id) {
       const int n = count[static_cast<int32_t>(id)];
@@ -127,7 +160,7 @@ void expect_distribution(const SampleRow& params, const std::vector<float>& logi
       }
     }
     EXPECT_LT(chi, limit);
-  }
+  });
 }
 
 TEST(Sampler, DrawsFollowTheProbabilities) {
@@ -147,174 +180,195 @@ TEST(Sampler, DrawsFollowTheProbabilities) {
 }
 
 TEST(Sampler, PositionsOfOneSeedAreIndependentDraws) {
-  std::vector<SampleRow> rows(20000);
+  std::vector<SampleSpec> rows(20000);
   for (size_t i = 0; i < rows.size(); ++i) rows[i].seed = 3, rows[i].position = static_cast<int64_t>(i);
-  const Repeated repeated({0, 0}, 20000);
-  const Samples s = sample(repeated.logits, rows, kSamplerRows[0]);
-  int ones = 0, changes = 0;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    ones += s.ids[i];
-    changes += i > 0 && s.ids[i] != s.ids[i - 1];
-  }
-  // Both are binomial with deviation 71: within four of them.
-  EXPECT_NEAR(ones, 10000, 283);
-  EXPECT_NEAR(changes, 10000, 283);
+  with_each_row([&](const auto& sample) {
+    const Samples s = sample(same({0, 0}), rows);
+    int ones = 0, changes = 0;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      ones += s.ids[i];
+      changes += i > 0 && s.ids[i] != s.ids[i - 1];
+    }
+    // Both are binomial with deviation 71: within four of them.
+    EXPECT_NEAR(ones, 10000, 283);
+    EXPECT_NEAR(changes, 10000, 283);
+  });
 }
 
 TEST(Sampler, GreedyTiesGoToTheLowerId) {
   std::vector<float> logits(1003, 0.0f);
   logits[700] = logits[900] = logits[1002] = 5;
-  const Repeated repeated(logits, 1);
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    EXPECT_EQ(sample(repeated.logits, {{.temperature = 0}}, row).ids[0], 700);
-    EXPECT_EQ(sample(repeated.logits, {{.top_k = 1}}, row).ids[0], 700);
-  }
+  with_each_row([&](const auto& sample) {
+    EXPECT_EQ(sample(same(logits), {{.temperature = 0}}).ids[0], 700);
+    EXPECT_EQ(sample(same(logits), {{.top_k = 1}}).ids[0], 700);
+  });
 }
 
 TEST(Sampler, LogprobsAreOfTheLogitsAsGiven) {
-  const Repeated repeated({std::log(1.0f), std::log(3.0f), std::log(4.0f)}, 1);
-  const std::vector<LogitBias> bias = {{0, 50}};
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    const Samples s = sample(repeated.logits, {{.temperature = 0, .logit_bias = bias}}, row);
+  const Logits logits = same({std::log(1.0f), std::log(3.0f), std::log(4.0f)});
+  with_each_row([&](const auto& sample) {
+    const Samples s = sample(logits, {{.temperature = 0, .logit_bias = {{0, 50.f}}}});
     EXPECT_EQ(s.ids[0], 0);
     EXPECT_NEAR(s.logprobs[0], std::log(1 / 8.0), 1e-6);
-    const Samples cold = sample(repeated.logits, {{.temperature = 0.01}}, row);
+    const Samples cold = sample(logits, {{.temperature = 0.01}});
     EXPECT_EQ(cold.ids[0], 2);
     EXPECT_NEAR(cold.logprobs[0], std::log(0.5), 1e-6);
-  }
+  });
 }
 
 TEST(Sampler, TopLogprobsBreakTiesByIdAndPadTheRest) {
-  const Repeated repeated({1, 2, 2, 0, 2}, 2);
-  const std::vector<SampleRow> rows = {{.temperature = 0, .top_logprobs = 3},
-                                       {.temperature = 0, .top_logprobs = 1}};
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    Guarded ids(DType::i32, {2}), valid(DType::u8, {2}), top_ids(DType::i32, {2, 7}), top(DType::f32, {2, 7});
-    SamplerArgs args{.logits = repeated.logits,
-                     .rows = rows,
-                     .ids = ids,
-                     .valid = valid,
-                     .top_ids = top_ids,
-                     .top_logprobs = top};
-    std::vector<uint8_t> memory(*sampler_workspace_bytes(args, Stream{}));
-    args.workspace = Tensor(memory.data(), DType::u8, {static_cast<int64_t>(memory.size())});
-    ASSERT_OK(row.run(args, Stream{}));
-    EXPECT_EQ(list_of<int32_t>(top_ids),
-              (std::vector<int32_t>{1, 2, 4, -1, -1, -1, -1, 1, -1, -1, -1, -1, -1, -1}));
-    EXPECT_EQ(top.as<float>()[3], -INFINITY);
-    EXPECT_EQ(top.as<float>()[0], top.as<float>()[2]);
+  const Call shape(same({0}), {{}});
+  for (const Stream& stream : test_streams()) {
+    for_each_fitting_row(kSampler, shape.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      Call call(same({1, 2, 2, -INFINITY, 2}), {{.temperature = 0}, {.temperature = 0}});
+      Guarded top_ids(DType::i32, {2, 7}), top(DType::f32, {2, 7});
+      call.args.top_ids = top_ids;
+      call.args.top_logprobs = top;
+      const Result<int64_t> bytes = sampler_workspace_bytes(call.args, stream);
+      ASSERT_TRUE(bytes.ok());
+      Guarded scratch(DType::u8, {*bytes});
+      call.args.workspace = scratch;
+      ASSERT_OK(row.run(call.args, stream));
+      EXPECT_EQ(list_of<int32_t>(top_ids),
+                (std::vector<int32_t>{1, 2, 4, 0, 3, -1, -1, 1, 2, 4, 0, 3, -1, -1}));
+      const float* logprobs = top.as<float>();
+      EXPECT_EQ(logprobs[0], logprobs[2]);
+      EXPECT_NEAR(logprobs[3], logprobs[0] - 1, 1e-6);
+      EXPECT_EQ(logprobs[4], -INFINITY);
+      EXPECT_EQ(logprobs[5], -INFINITY);
+    });
   }
 }
 
 TEST(Sampler, BannedAndNotAllowedTokensNeverCome) {
   const std::vector<int32_t> banned = {4, 4, -1, 99};
-  const std::vector<uint32_t> allowed = {0b11010};
   expect_distribution({.banned_ids = banned}, {0, 0, 0, 0, 9}, {0.25, 0.25, 0.25, 0.25, 0}, 16.3);
-  expect_distribution({.banned_ids = banned, .allowed_bits = allowed}, {9, 0, 9, 0, 9}, {0, 0.5, 0, 0.5, 0},
+  expect_distribution({.banned_ids = banned}, {0, 0, 0, 0, INFINITY}, {0.25, 0.25, 0.25, 0.25, 0}, 16.3);
+  expect_distribution({.banned_ids = banned, .allowed_bits = {0b11010}}, {9, 0, 9, 0, 9}, {0, 0.5, 0, 0.5, 0},
                       10.9);
   // Nothing left: flagged, not drawn.
-  const std::vector<uint32_t> none = {0};
-  const Repeated repeated({1, 2, 3}, 1);
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    const Samples s = sample(repeated.logits, {{.allowed_bits = none}}, row);
+  with_each_row([&](const auto& sample) {
+    const Samples s = sample(same({1, 2, 3}), {{.allowed_bits = {0}}});
     EXPECT_EQ(s.valid[0], 0);
     EXPECT_EQ(s.ids[0], 0);
+  });
+}
+
+TEST(Sampler, CountsWhatItDraws) {
+  const Call shape(same({0}), {{}});
+  for (const Stream& stream : test_streams()) {
+    for_each_fitting_row(kSampler, shape.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      // The third row is not valid, the last has no state.
+      const SampleSpec greedy{.temperature = 0, .output_ids = {1, 1}};
+      Call call({{{0, 5, 1}, {9, 5, 1}, {NAN, 5, 1}, {0, 1, 2}}, DType::f32},
+                {greedy, greedy, greedy, {.temperature = 0}});
+      call.args.count_ids = true;
+      const Result<int64_t> bytes = sampler_workspace_bytes(call.args, stream);
+      ASSERT_TRUE(bytes.ok());
+      Guarded scratch(DType::u8, {*bytes});
+      call.args.workspace = scratch;
+      ASSERT_OK(row.run(call.args, stream));
+      const auto counts = [&](int64_t state) {
+        const int32_t* list = call.args.output_counts.at(state).template as<int32_t>();
+        return std::vector<int32_t>(list, list + 3);
+      };
+      EXPECT_EQ(counts(4), (std::vector<int32_t>{0, 3, 0}));
+      EXPECT_EQ(counts(3), (std::vector<int32_t>{1, 2, 0}));
+      EXPECT_EQ(counts(2), (std::vector<int32_t>{0, 2, 0}));
+      EXPECT_EQ(counts(1), (std::vector<int32_t>{0, 0, 0}));
+    });
   }
 }
 
 // https://github.com/flashinfer-ai/flashinfer/issues/2402: a row of NaN found no token and killed the whole batch.
 TEST(Sampler, H23NanRowsAreFlaggedAndOthersServed) {
   constexpr int64_t kVocab = 1003;
-  std::vector<float> logits(4 * kVocab, 0.0f);
+  Logits logits{std::vector<std::vector<float>>(4, std::vector<float>(kVocab, 0.0f)), DType::f32};
   const auto one_hot = [&](int64_t row, int64_t id) {
-    std::fill_n(logits.begin() + row * kVocab, kVocab, -INFINITY);
-    logits[row * kVocab + id] = 0;
+    std::fill(logits.rows[row].begin(), logits.rows[row].end(), -INFINITY);
+    logits.rows[row][id] = 0;
   };
   one_hot(0, 7);
-  std::fill_n(logits.begin() + kVocab, kVocab, NAN);
-  logits[2 * kVocab + 500] = NAN;
+  std::fill(logits.rows[1].begin(), logits.rows[1].end(), NAN);
+  logits.rows[2][500] = NAN;
   one_hot(3, 1002);
-  const Tensor tensor(logits.data(), DType::f32, {4, kVocab});
-  for (const SampleRow& params : {SampleRow{.top_k = 50, .top_p = 0.9, .min_p = 0.05}, SampleRow{.top_k = 50},
-                                  SampleRow{.top_p = 0.9}, SampleRow{.min_p = 0.05}, SampleRow{},
-                                  SampleRow{.temperature = 0}, SampleRow{.repetition_penalty = 2}}) {
-    for (const Row<SamplerArgs>& row : kSamplerRows) {
-      SCOPED_TRACE(row.name);
-      const Samples s = sample(tensor, std::vector<SampleRow>(4, params), row);
+  for (const SampleSpec& params :
+       {SampleSpec{.top_k = 50, .top_p = 0.9, .min_p = 0.05}, SampleSpec{.top_k = 50},
+        SampleSpec{.top_p = 0.9}, SampleSpec{.min_p = 0.05}, SampleSpec{}, SampleSpec{.temperature = 0},
+        SampleSpec{.repetition_penalty = 2, .prompt_ids = {7}}}) {
+    with_each_row([&](const auto& sample) {
+      const Samples s = sample(logits, std::vector<SampleSpec>(4, params));
       EXPECT_EQ(s.ids[0], 7);
       EXPECT_EQ(s.ids[3], 1002);
       EXPECT_EQ(s.valid, (std::vector<uint8_t>{1, 0, 0, 1}));
       for (int32_t id : s.ids) EXPECT_TRUE(id >= 0 && id < kVocab);
       EXPECT_EQ(s.logprobs[0], 0);
       EXPECT_EQ(s.logprobs[1], -INFINITY);
-    }
+    });
   }
 }
 
 TEST(Sampler, InfiniteLogits) {
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    SCOPED_TRACE(row.name);
-    const Repeated none({-INFINITY, -INFINITY, -INFINITY}, 1);
-    EXPECT_EQ(sample(none.logits, {{}}, row).valid[0], 0);
+  with_each_row([&](const auto& sample) {
+    EXPECT_EQ(sample(same({-INFINITY, -INFINITY, -INFINITY}), {{}}).valid[0], 0);
     // Tokens at infinity share the probability.
-    const Repeated two({1, INFINITY, 0, INFINITY}, 64);
-    for (const SampleRow& params :
-         {SampleRow{}, SampleRow{.top_k = 3, .top_p = 0.99, .min_p = 0.1}, SampleRow{.top_p = 0.99}}) {
-      std::vector<SampleRow> rows(64, params);
+    for (const SampleSpec& params :
+         {SampleSpec{}, SampleSpec{.top_k = 3, .top_p = 0.99, .min_p = 0.1}, SampleSpec{.top_p = 0.99}}) {
+      std::vector<SampleSpec> rows(64, params);
       for (int i = 0; i < 64; ++i) rows[i].seed = i;
-      const Samples s = sample(two.logits, rows, row);
+      const Samples s = sample(same({1, INFINITY, 0, INFINITY}), rows);
       const std::set<int32_t> drawn(s.ids.begin(), s.ids.end());
       EXPECT_EQ(drawn, (std::set<int32_t>{1, 3}));
       EXPECT_NEAR(s.logprobs[0], std::log(0.5), 1e-6);
     }
-  }
+  });
 }
 
 // https://github.com/vllm-project/vllm/issues/3063: temperatures of 1e-5 overflow the logits and the answer is blank.
 TEST(Sampler, H24TinyTemperatures) {
   std::vector<float> values(16, 0.0f);
   values[0] = 30, values[1] = 29, values[2] = -30;
-  std::vector<uint16_t> halves;
-  for (float v : values) halves.push_back(f32_to_bf16(v));
-  for (const Tensor& logits :
-       {Tensor(values.data(), DType::f32, {1, 16}), Tensor(halves.data(), DType::bf16, {1, 16})}) {
-    for (double temperature : {1e-3, 1e-4, 1e-5, 1e-6, 1e-38, 1e-300, 5e-324, 0.0}) {
-      for (const Row<SamplerArgs>& row : kSamplerRows) {
-        for (const SampleRow& filters : {SampleRow{}, SampleRow{.top_k = 5, .top_p = 0.9},
-                                         SampleRow{.top_p = 0.9}, SampleRow{.min_p = 0.1}}) {
-          for (uint64_t seed = 0; seed < 20; ++seed) {
-            SampleRow params = filters;
-            params.temperature = temperature;
-            params.seed = seed;
-            const Samples s = sample(logits, {params}, row);
-            ASSERT_EQ(s.ids[0], 0) << temperature << " " << row.name;
-            ASSERT_EQ(s.valid[0], 1);
-          }
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    std::vector<SampleSpec> rows;
+    for (double temperature : {1e-3, 1e-4, 1e-5, 1e-6, 1e-38, 1e-44, 0.0}) {
+      for (const SampleSpec& filters : {SampleSpec{}, SampleSpec{.top_k = 5, .top_p = 0.9},
+                                        SampleSpec{.top_p = 0.9}, SampleSpec{.min_p = 0.1}}) {
+        for (uint64_t seed = 0; seed < 20; ++seed) {
+          rows.push_back(filters);
+          rows.back().temperature = temperature;
+          rows.back().seed = seed;
         }
       }
     }
+    with_each_row([&](const auto& sample) {
+      const Samples s = sample(same(values, dtype), rows);
+      EXPECT_EQ(s.ids, std::vector<int32_t>(rows.size(), 0));
+      EXPECT_EQ(s.valid, std::vector<uint8_t>(rows.size(), 1));
+    });
   }
   // At 1 both of the first are drawn; enormous temperatures are the uniform distribution.
   expect_distribution({.temperature = 1}, {30, 29}, {0.7310586, 0.2689414}, 10.9);
-  expect_distribution({.temperature = 1e300}, {30, 29, -30, -INFINITY}, {1 / 3., 1 / 3., 1 / 3., 0}, 13.9);
-  expect_distribution({.temperature = 1e300, .top_p = 0.5}, {30, 29, -30, -INFINITY}, {0.5, 0.5, 0, 0}, 10.9);
+  expect_distribution({.temperature = 3e38}, {30, 29, -30, -INFINITY}, {1 / 3., 1 / 3., 1 / 3., 0}, 13.9);
+  expect_distribution({.temperature = 3e38, .top_p = 0.5}, {30, 29, -30, -INFINITY}, {0.5, 0.5, 0, 0}, 10.9);
 }
 
 // https://github.com/vllm-project/vllm/pull/50979: one top-k path kept all tokens tied with the k-th.
 TEST(Sampler, H25ExactlyKWithTies) {
   const std::vector<float> logits = {5, 4, 4, 4, 4, 1, 1, 1, 1, 1};
   expect_distribution({.top_k = 2}, logits, {0.7310586, 0.2689414, 0, 0, 0, 0, 0, 0, 0, 0}, 10.9);
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    for (uint64_t seed = 0; seed < 1000; ++seed) {
-      const SampleRow params{.top_k = 2, .seed = seed};
-      const int32_t alone = sample(Repeated(logits, 1).logits, {params}, row).ids[0];
-      std::vector<SampleRow> batch(9);
+  with_each_row([&](const auto& sample) {
+    for (uint64_t seed = 0; seed < 200; ++seed) {
+      const SampleSpec params{.top_k = 2, .seed = seed};
+      const int32_t alone = sample(same(logits), {params}).ids[0];
+      std::vector<SampleSpec> batch(9);
       for (uint64_t i = 0; i < 9; ++i) batch[i] = {.top_k = static_cast<int32_t>(i), .seed = 77 + i};
       batch[seed % 9] = params;
-      ASSERT_EQ(sample(Repeated(logits, 9).logits, batch, row).ids[seed % 9], alone);
+      ASSERT_EQ(sample(same(logits), batch).ids[seed % 9], alone);
       ASSERT_LT(alone, 2);
     }
-  }
+  });
 }
 
 TEST(Sampler, TopPTiesGoToTheLowerId) {
@@ -327,7 +381,7 @@ TEST(Sampler, H26Penalties) {
   logits[7] = -2;
   const std::vector<int32_t> prompt = {3, 3, 3, 5}, output = {5, 6, 6, 7};
   struct Expect {
-    SampleRow params;
+    SampleSpec params;
     std::vector<double> logits;
   };
   const Expect cases[] = {
@@ -339,7 +393,7 @@ TEST(Sampler, H26Penalties) {
   };
   for (const Expect& e : cases) {
     // The penalised logits show in the frequencies of a draw.
-    SampleRow params = e.params;
+    SampleSpec params = e.params;
     params.prompt_ids = prompt;
     params.output_ids = output;
     std::vector<double> probability;
@@ -349,25 +403,20 @@ TEST(Sampler, H26Penalties) {
     expect_distribution(params, logits, probability, 24.3);
     // And exactly: a bias that makes two tokens equal decides a greedy tie for the lower id, and the next number
     // above it does not.
-    for (int32_t id = 1; id < 8; ++id) {
-      for (const Row<SamplerArgs>& row : kSamplerRows) {
-        SampleRow greedy = params;
+    with_each_row([&](const auto& sample) {
+      for (int32_t id = 1; id < 8; ++id) {
+        SampleSpec greedy = params;
         greedy.temperature = 0;
-        const std::vector<int32_t> others = [&] {
-          std::vector<int32_t> list;
-          for (int32_t i = 1; i < 8; ++i)
-            if (i != id) list.push_back(i);
-          return list;
-        }();
-        greedy.banned_ids = others;
+        for (int32_t i = 1; i < 8; ++i) {
+          if (i != id) greedy.banned_ids.push_back(i);
+        }
         const float equal = static_cast<float>(e.logits[id] - 2);
-        std::vector<LogitBias> bias = {{0, equal}};
-        greedy.logit_bias = bias;
-        EXPECT_EQ(sample(Repeated(logits, 1).logits, {greedy}, row).ids[0], 0) << id;
-        bias[0].bias = equal - 0x1p-10f;
-        EXPECT_EQ(sample(Repeated(logits, 1).logits, {greedy}, row).ids[0], id) << id;
+        greedy.logit_bias = {{0, equal}};
+        EXPECT_EQ(sample(same(logits), {greedy}).ids[0], 0) << id;
+        greedy.logit_bias = {{0, equal - 0x1p-10f}};
+        EXPECT_EQ(sample(same(logits), {greedy}).ids[0], id) << id;
       }
-    }
+    });
   }
 }
 
@@ -379,21 +428,19 @@ TEST(Sampler, H27TheDrawDependsOnSeedAndPositionOnly) {
   std::normal_distribution<float> normal(0, 2);
   for (auto& step : steps)
     for (float& l : step) l = normal(rng);
-  for (const Row<SamplerArgs>& row : kSamplerRows) {
-    SCOPED_TRACE(row.name);
+  with_each_row([&](const auto& sample) {
     const auto run = [&](int company, int slot) {
       std::vector<int32_t> tokens;
       for (int64_t p = 0; p < 32; ++p) {
-        std::vector<SampleRow> rows(company + 1);
-        for (SampleRow& other : rows) {
+        std::vector<SampleSpec> rows(company + 1);
+        for (SampleSpec& other : rows) {
           other = {.temperature = rng() % 3 * 0.5,
                    .top_k = static_cast<int32_t>(rng() % 5),
                    .seed = rng(),
                    .position = static_cast<int64_t>(rng() % 100)};
         }
         rows[slot] = {.seed = 11, .position = p};
-        tokens.push_back(
-            sample(Repeated(steps[p], company + 1).logits, rows, row, cpu_streams()[1]).ids[slot]);
+        tokens.push_back(sample(same(steps[p]), rows).ids[slot]);
       }
       return tokens;
     };
@@ -403,16 +450,16 @@ TEST(Sampler, H27TheDrawDependsOnSeedAndPositionOnly) {
     EXPECT_EQ(run(7, 7), alone);
     EXPECT_GT(std::set<int32_t>(alone.begin(), alone.end()).size(), 10u);
     // Twice in one batch.
-    const Samples twice = sample(Repeated(steps[0], 2).logits, {{.seed = 11}, {.seed = 11}}, row);
+    const Samples twice = sample(same(steps[0]), {{.seed = 11}, {.seed = 11}});
     EXPECT_EQ(twice.ids[0], twice.ids[1]);
-  }
+  });
 }
 
 TEST(Sampler, ManyRandomRowsAgreeWithTheReference) {
   std::mt19937 rng(12);
   for (int round = 0; round < 300; ++round) {
     // Few distinct values: ties everywhere.
-    const int64_t vocab = 1 + static_cast<int64_t>(rng() % 700);
+    const int64_t vocab = 1 + static_cast<int64_t>(rng() % (round % 10 == 0 ? 9000 : 700));
     const int levels = 1 + static_cast<int>(rng() % 12);
     std::vector<float> logits(vocab);
     for (float& l : logits)
@@ -422,18 +469,20 @@ TEST(Sampler, ManyRandomRowsAgreeWithTheReference) {
       const double list[] = {static_cast<double>(values)...};
       return list[rng() % std::size(list)];
     };
-    std::vector<SampleRow> rows(4);
-    for (SampleRow& row : rows) {
+    std::vector<SampleSpec> rows(4);
+    for (SampleSpec& row : rows) {
       row = {.temperature = one_of(0, 0.3, 1, 2),
              .top_k = static_cast<int32_t>(one_of(0, 1, 2, 7, 100, 650)),
              .top_p = one_of(1, 0.97, 0.513, 0.117),
              .min_p = one_of(0, 0.021, 0.37),
              .seed = rng()};
     }
-    const Repeated repeated(logits, 4);
-    const Samples got = sample(repeated.logits, rows, kSamplerRows[0]);
-    const Samples want = sample(repeated.logits, rows, kSamplerRows[std::size(kSamplerRows) - 1]);
-    ASSERT_EQ(got.ids, want.ids) << "round " << round << ", vocab " << vocab;
+    Call want(same(logits), rows);
+    ASSERT_OK(sampler_reference(want.args, Stream{}));
+    with_each_row([&](const auto& sample) {
+      ASSERT_EQ(sample(same(logits), rows).ids, want.samples().ids)
+          << "round " << round << ", vocab " << vocab;
+    });
   }
 }
 
@@ -452,37 +501,47 @@ TEST(Sampler, TwoStreamsAtOnceWithTheirOwnScratch) {
 }
 
 TEST(Sampler, RefusesWhatDisagrees) {
-  SamplerProblem p({"", 2, 40, DType::f32, 4, 1, 0, 1, 0, false, 3}, 1);
+  SamplerProblem p({"", 2, 40, DType::f32, 4, 1, 0, 1, 0, true, 3}, 1);
   const auto refuses = [&](auto&& change, const char* text) {
-    std::vector<SampleRow> rows = p.rows;
-    SamplerArgs args = p.args;
-    change(rows[1], args);
-    args.rows = rows;
-    EXPECT_FAILS(sampler(args, Stream{}), Code::invalid_argument, text);
+    SamplerProblem q({"", 2, 40, DType::f32, 4, 1, 0, 1, 0, true, 3}, 1);
+    change(q.args);
+    EXPECT_FAILS(sampler(q.args, Stream{}), Code::invalid_argument, text);
   };
-  refuses([](SampleRow& r, auto&) { r.temperature = -1; },
+  const auto second = [](float value, Tensor SamplerArgs::*field) {
+    return [=](SamplerArgs& a) { (a.*field).as<float>()[1] = value; };
+  };
+  refuses(second(-1, &SamplerArgs::temperature),
           "sampler: rows[1]: temperature is -1, needs a finite number >= 0");
-  refuses([](SampleRow& r, auto&) { r.temperature = NAN; }, "temperature is nan");
-  refuses([](SampleRow& r, auto&) { r.temperature = INFINITY; }, "temperature is inf");
-  refuses([](SampleRow& r, auto&) { r.top_k = -1; }, "top_k is -1, needs 0 (all) or more");
-  refuses([](SampleRow& r, auto&) { r.top_p = 0; }, "top_p is 0, needs a number above 0 and at most 1");
-  refuses([](SampleRow& r, auto&) { r.top_p = 1.5; }, "top_p is 1.5");
-  refuses([](SampleRow& r, auto&) { r.min_p = NAN; }, "min_p is nan, needs a number from 0 to 1");
-  refuses([](SampleRow& r, auto&) { r.repetition_penalty = 0; },
+  refuses(second(NAN, &SamplerArgs::temperature), "temperature is nan");
+  refuses(second(INFINITY, &SamplerArgs::temperature), "temperature is inf");
+  refuses([](SamplerArgs& a) { a.top_k.as<int32_t>()[1] = -1; }, "top_k is -1, needs 0 (all) or more");
+  refuses(second(0, &SamplerArgs::top_p), "top_p is 0, needs a number above 0 and at most 1");
+  refuses(second(1.5, &SamplerArgs::top_p), "top_p is 1.5");
+  refuses(second(NAN, &SamplerArgs::min_p), "min_p is nan, needs a number from 0 to 1");
+  refuses(second(0, &SamplerArgs::repetition_penalty),
           "repetition_penalty is 0, needs a finite number above 0");
-  refuses([](SampleRow& r, auto&) { r.presence_penalty = INFINITY; }, "presence_penalty is inf");
-  refuses([](SampleRow& r, auto&) { r.top_logprobs = 5; }, "rows[1].top_logprobs is 5, needs at most 4");
-  const std::vector<LogitBias> bias = {{3, NAN}};
-  refuses([&](SampleRow& r, auto&) { r.logit_bias = bias; }, "logit_bias of id 3 is nan");
-  const std::vector<uint32_t> bits = {1};
-  refuses([&](SampleRow& r, auto&) { r.allowed_bits = bits; },
-          "allowed_bits has 1 words, needs 2 for vocab = 40");
-  refuses([](SampleRow&, SamplerArgs& a) { a.ids.shape[0] = 3; }, "ids.shape[0] is 3, needs rows = 2");
-  refuses([](SampleRow&, SamplerArgs& a) { a.top_ids = Tensor(); }, "needs both or neither");
-  refuses([](SampleRow&, SamplerArgs& a) { a.logits.shape[1] = 0; },
-          "logits.shape[1] is 0, needs 1 to 2^31 - 1");
-  refuses([](SampleRow&, SamplerArgs& a) { a.workspace.shape[0] = 8; },
-          "workspace.shape[0] is 8, needs at least");
+  refuses(second(INFINITY, &SamplerArgs::presence_penalty), "presence_penalty is inf");
+  refuses([](SamplerArgs& a) { a.bias_values.as<float>()[6] = NAN; }, "sampler: rows[1]: the bias of id");
+  refuses([](SamplerArgs& a) { a.state.as<int32_t>()[1] = 3; },
+          "sampler: state[1] is 3, needs -1 (none) to 2");
+  refuses([](SamplerArgs& a) { a.state = Tensor(), a.prompt_bits.shape[0] = a.output_counts.shape[0] = 1; },
+          "state is absent with 1 states for 2 rows");
+  refuses([](SamplerArgs& a) { a.bias_start.as<int32_t>()[1] = 11; }, "bias_start[0] is 0 and the next 11");
+  refuses([](SamplerArgs& a) { a.bias_start.shape[0] = 2; }, "bias_start.shape[0] is 2, needs rows + 1 = 3");
+  refuses([](SamplerArgs& a) { a.bias_ids = Tensor(); }, "needs both or neither");
+  refuses([](SamplerArgs& a) { a.seed = Tensor(); }, "needs both or neither");
+  refuses([](SamplerArgs& a) { a.allowed_bits.shape[1] = 1; },
+          "allowed_bits.shape[1] is 1, needs words = 2 (from ceil(vocab / 32))");
+  refuses([](SamplerArgs& a) { a.output_counts = Tensor(); },
+          "count_ids is true and output_counts is absent");
+  refuses([](SamplerArgs& a) { a.temperature.shape[0] = 3; }, "temperature.shape[0] is 3, needs rows = 2");
+  refuses([](SamplerArgs& a) { a.ids.shape[0] = 3; }, "ids.shape[0] is 3, needs rows = 2");
+  refuses([](SamplerArgs& a) { a.top_ids = Tensor(); }, "needs both or neither");
+  refuses([](SamplerArgs& a) { a.workspace.shape[0] = 8; }, "workspace.shape[0] is 8, needs at least");
+  SamplerProblem plain({"", 2, 40}, 1);
+  plain.args.logits.shape[1] = 0;
+  EXPECT_FAILS(sampler(plain.args, Stream{}), Code::invalid_argument,
+               "logits.shape[1] is 0, needs 1 to 2^31 - 1");
   EXPECT_FAILS(sampler_workspace_bytes(p.args, Stream{.device = Device::cuda}).status(), Code::unsupported,
                "reference: runs on cpu");
   SamplerProblem none({"", 0, 40}, 1);

@@ -32,6 +32,15 @@ Facts attention_facts(const AttentionArgs& args);
 /// What rows need that keep a head on the stack.
 inline constexpr Need kHeadOnStack[] = {{"head_dim", Need::at_most, kMaxHeadDim}};
 
+/// What cuda.mma needs of both operators: 16-byte copies bring K and V.
+inline constexpr Need kAttentionMmaNeeds[] = {
+    {"head_dim", Need::at_most, 256},
+    {"q", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"kv", Need::dtype_in, dtypes_mask(DType::bf16, DType::f16, DType::fp8_e4m3)},
+    {"k_alignment", Need::multiple_of, 16},
+    {"v_alignment", Need::multiple_of, 16},
+    {"compute_capability", Need::at_least, 80}};
+
 /// Bytes of q, output, lse and of all keys and values that the page table has room for; flops of all rows
 /// over all of them.
 Cost attention_cost(const AttentionArgs& args);

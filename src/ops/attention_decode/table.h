@@ -11,9 +11,17 @@ Status attention_decode_reference(const AttentionDecodeArgs& args, const Stream&
 Status attention_decode_cpu(const AttentionDecodeArgs& args, const Stream& stream);
 int64_t attention_decode_cpu_workspace(const AttentionDecodeArgs& args, const Stream& stream);
 
+Status attention_decode_cuda(const AttentionDecodeArgs& args, const Stream& stream);
+int64_t attention_decode_cuda_workspace(const AttentionDecodeArgs& args, const Stream& stream);
+
 Facts attention_decode_facts(const AttentionDecodeArgs& args);
 
 inline constexpr Row<AttentionDecodeArgs> kAttentionDecodeRows[] = {
+#if VIVACE_CUDA
+    {"cuda.mma", Device::cuda, kAttentionMmaNeeds, attention_decode_cuda,
+     "a block per worker walks its key tiles on tensor cores; cut requests are merged by a second kernel",
+     attention_decode_cuda_workspace},
+#endif
     {"cpu.schedule", Device::cpu, kHeadOnStack, attention_decode_cpu,
      "each thread takes an equal run of key tiles; cut requests are merged by log-sum-exp",
      attention_decode_cpu_workspace},

@@ -10,9 +10,15 @@ Status attention_prefill_reference(const AttentionPrefillArgs& args, const Strea
 
 Status attention_prefill_cpu(const AttentionPrefillArgs& args, const Stream& stream);
 
+Status attention_prefill_cuda(const AttentionPrefillArgs& args, const Stream& stream);
+
 Facts attention_prefill_facts(const AttentionPrefillArgs& args);
 
 inline constexpr Row<AttentionPrefillArgs> kAttentionPrefillRows[] = {
+#if VIVACE_CUDA
+    {"cuda.mma", Device::cuda, kAttentionMmaNeeds, attention_prefill_cuda,
+     "tiles of 128 query rows against blocks of 64 keys on tensor cores"},
+#endif
     {"cpu.tiles", Device::cpu, kHeadOnStack, attention_prefill_cpu,
      "blocks of query rows against blocks of 64 keys"},
     {"reference", Device::cpu, {}, attention_prefill_reference, "float64, straight from the formula"},

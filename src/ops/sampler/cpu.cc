@@ -10,6 +10,7 @@
 // the row once more in order of ids.
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -31,7 +32,7 @@ struct Scratch {
   float* row;     ///< [chunks * kSampleChunk]
   float* maxima;  ///< [chunks * kMaximaPerChunk]
   double* sums;   ///< [chunks]
-  /// [vocab or more]; the same memory counts ids and parts maxima, one after the other.
+  /// [vocab or more]; the same memory parts maxima.
   Candidate* candidates;
 
   static int64_t candidate_count(int64_t vocab) {
@@ -81,47 +82,31 @@ int64_t most_likely(const Scratch& s, int64_t vocab, int64_t k, Softmax softmax)
 
 void bias_and_penalise(const SampleRow& params, const Scratch& s, int64_t vocab) {
   float* row = s.row;
-  const auto known = [&](int32_t id) { return id >= 0 && id < vocab; };
-  for (const LogitBias& bias : params.logit_bias) {
-    if (known(bias.id)) row[bias.id] += bias.bias;
+  for (size_t i = 0; i < params.bias_ids.size(); ++i) {
+    const int32_t id = params.bias_ids[i];
+    if (id < 0 || id >= vocab) continue;
+    // A ban holds whatever the logit.
+    row[id] = params.bias_values[i] == -kInfinity ? -kInfinity : row[id] + params.bias_values[i];
   }
-  if (!params.allowed_bits.empty()) {
+  if (params.allowed_bits != nullptr) {
     for (int64_t id = 0; id < vocab; ++id) {
-      if (!is_allowed(params, id)) row[id] = -kInfinity;
+      if (!params.is_allowed(id)) row[id] = -kInfinity;
     }
   }
-  for (int32_t id : params.banned_ids) {
-    if (known(id)) row[id] = -kInfinity;
-  }
-  const bool repetition = params.repetition_penalty != 1;
-  const bool counted = params.presence_penalty != 0 || params.frequency_penalty != 0;
-  if (!repetition && !counted) return;
-  // Counts start at zero and are back at zero after each walk that applies them, so an id counts once.
-  auto* counts = reinterpret_cast<int32_t*>(s.candidates);
-  std::fill(counts, counts + vocab, 0);
-  if (repetition) {
-    for (std::span<const int32_t> ids : {params.prompt_ids, params.output_ids}) {
-      for (int32_t id : ids) {
-        if (!known(id) || counts[id] != 0) continue;
-        counts[id] = 1;
-        const double l = row[id];
-        row[id] = static_cast<float>(l > 0 ? l / params.repetition_penalty : l * params.repetition_penalty);
-      }
-    }
-    for (std::span<const int32_t> ids : {params.prompt_ids, params.output_ids}) {
-      for (int32_t id : ids) {
-        if (known(id)) counts[id] = 0;
-      }
+  if (!params.penalised()) return;
+  const auto penalise = [&](int64_t id) {
+    row[id] = penalised_logit(row[id], params.params, params.count(id), params.in_prompt(id));
+  };
+  if (params.output_counts != nullptr) {
+    for (int64_t id = 0; id < vocab; ++id) {
+      if (params.output_counts[id] > 0) penalise(id);
     }
   }
-  if (counted) {
-    for (int32_t id : params.output_ids) {
-      if (known(id)) ++counts[id];
-    }
-    for (int32_t id : params.output_ids) {
-      if (!known(id) || counts[id] == 0) continue;
-      row[id] = static_cast<float>(row[id] - params.frequency_penalty * counts[id] - params.presence_penalty);
-      counts[id] = 0;
+  if (params.prompt_bits == nullptr) return;
+  for (int64_t word = 0; word < (vocab + 31) / 32; ++word) {
+    for (uint32_t bits = params.prompt_bits[word]; bits != 0; bits &= bits - 1) {
+      const int64_t id = word * 32 + std::countr_zero(bits);
+      if (id < vocab && params.count(id) <= 0) penalise(id);
     }
   }
 }
@@ -217,13 +202,14 @@ float logit_below(double weight, double max, double temperature) {
   return static_cast<float>(std::max<double>(-std::numeric_limits<float>::max(), max - distance - slack));
 }
 
-int32_t draw(const SampleRow& params, const Scratch& s, int64_t vocab, float max) {
+int32_t draw(const SampleRow& row, const Scratch& s, int64_t vocab, float max) {
+  const SampleParams& params = row.params;
   // Clamped so that no product below is 0 * inf; both ends have long reached their limits: the equals of the
   // maximum, and all tokens alike.
   using Limits = std::numeric_limits<float>;
   const double inverse = std::clamp<double>(1 / params.temperature, Limits::min(), Limits::max());
   const Softmax softmax{max, static_cast<float>(inverse)};
-  const double u = draw_uniform(params.seed, params.position);
+  const double u = draw_uniform(row.seed, row.position);
   const int32_t least = static_cast<int32_t>(vocab - 1);
   if (params.top_k > 0 && params.top_k < vocab) {
     const int64_t count = most_likely(s, vocab, params.top_k, softmax);
@@ -261,7 +247,7 @@ int32_t draw(const SampleRow& params, const Scratch& s, int64_t vocab, float max
 }
 
 void sample_row(const SamplerArgs& args, int64_t r, const Scratch& s) {
-  const SampleRow& params = args.rows[r];
+  const SampleRow params = sample_row_of(args, r);
   const int64_t vocab = args.logits.shape[1], chunks = sample_chunks(vocab);
   const Tensor source = args.logits.at(r);
   sample::load_row(source.dtype, source.data, vocab, s.row);
@@ -271,7 +257,7 @@ void sample_row(const SamplerArgs& args, int64_t r, const Scratch& s) {
   const int64_t width = args.top_ids.present() ? args.top_ids.shape[1] : 0;
   const Softmax plain{raw.max, 1};
   double log_sum = 0;
-  if (valid && (args.logprobs.present() || params.top_logprobs > 0)) {
+  if (valid && (args.logprobs.present() || width > 0)) {
     log_sum = std::log(sample::sum_row(s.row, chunks, plain, s.sums));
   }
   const auto logprob = [&](float logit) {
@@ -281,14 +267,14 @@ void sample_row(const SamplerArgs& args, int64_t r, const Scratch& s) {
   int64_t listed = 0;
   int32_t* top_ids = width > 0 ? args.top_ids.at(r).as<int32_t>() : nullptr;
   float* top_logprobs = width > 0 ? args.top_logprobs.at(r).as<float>() : nullptr;
-  if (valid && params.top_logprobs > 0) listed = most_likely(s, vocab, params.top_logprobs, plain);
+  if (valid && width > 0) listed = most_likely(s, vocab, width, plain);
   for (int64_t n = 0; n < listed; ++n) {
     top_ids[n] = s.candidates[n].id;
     top_logprobs[n] = logprob(s.candidates[n].logit);
   }
 
   float max = raw.max;
-  if (valid && changes_logits(params)) {
+  if (valid && params.changes_logits()) {
     bias_and_penalise(params, s, vocab);
     const RowBounds changed = sample::bound_row(s.row, chunks, s.maxima);
     max = changed.max;
@@ -296,11 +282,12 @@ void sample_row(const SamplerArgs& args, int64_t r, const Scratch& s) {
   }
   if (!valid) listed = 0;
   for (int64_t n = listed; n < width; ++n) top_ids[n] = -1, top_logprobs[n] = -kInfinity;
-  const int32_t id = !valid                    ? 0
-                     : params.temperature == 0 ? argmax(s, vocab, max)
-                                               : draw(params, s, vocab, max);
+  const int32_t id = !valid                           ? 0
+                     : params.params.temperature == 0 ? argmax(s, vocab, max)
+                                                      : draw(params, s, vocab, max);
   args.ids.as<int32_t>()[r] = id;
   args.valid.as<uint8_t>()[r] = valid;
+  if (valid) count_drawn(args, r, id);
   if (args.logprobs.present()) {
     args.logprobs.as<float>()[r] = valid ? logprob(load(source.dtype, source.data, id)) : -kInfinity;
   }
@@ -315,7 +302,7 @@ int64_t sampler_cpu_workspace_bytes(const SamplerArgs& args, const Stream& strea
 Status sampler_cpu(const SamplerArgs& args, const Stream& stream) {
   const int64_t vocab = args.logits.shape[1], bytes = Scratch::bytes(vocab);
   uint8_t* const memory = first_line(args.workspace);
-  cpu::parallel_for(stream.threads, static_cast<int64_t>(args.rows.size()), [&](int64_t r, int worker) {
+  cpu::parallel_for(stream.threads, args.logits.shape[0], [&](int64_t r, int worker) {
     sample_row(args, r, Scratch(memory + worker * bytes, vocab));
   });
   return {};

@@ -6,7 +6,7 @@
 namespace vivace {
 
 /// Philox4x32-10: four random words from a counter and a key, without state.
-inline std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+constexpr std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
   constexpr uint64_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
   constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
   for (int round = 0; round < 10; ++round) {
@@ -20,7 +20,7 @@ inline std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::
 
 /// The uniform number in [0, 1) that draws the token at `position` of a request with this seed: 53 bits of
 /// Philox with the seed as key and the position as counter.
-inline double draw_uniform(uint64_t seed, int64_t position) {
+constexpr double draw_uniform(uint64_t seed, int64_t position) {
   const uint64_t at = static_cast<uint64_t>(position);
   const std::array<uint32_t, 4> words =
       philox4x32({static_cast<uint32_t>(at), static_cast<uint32_t>(at >> 32), 0, 0},

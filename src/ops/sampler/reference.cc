@@ -30,28 +30,19 @@ bool is_distribution(const Logits& logits) {
 
 void bias_and_penalise(const SampleRow& row, Logits& logits) {
   const int64_t vocab = static_cast<int64_t>(logits.size());
-  const auto known = [&](int32_t id) { return id >= 0 && id < vocab; };
-  for (const LogitBias& bias : row.logit_bias) {
-    if (known(bias.id)) logits[bias.id] += bias.bias;
+  for (size_t i = 0; i < row.bias_ids.size(); ++i) {
+    const int32_t id = row.bias_ids[i];
+    if (id < 0 || id >= vocab) continue;
+    // A ban holds whatever the logit.
+    logits[id] = row.bias_values[i] == -INFINITY ? -INFINITY : logits[id] + row.bias_values[i];
   }
-  for (int64_t id = 0; id < vocab; ++id) {
-    if (!is_allowed(row, id)) logits[id] = -INFINITY;
-  }
-  for (int32_t id : row.banned_ids) {
-    if (known(id)) logits[id] = -INFINITY;
-  }
-  std::vector<bool> seen(vocab);
-  std::vector<int64_t> count(vocab);
-  for (int32_t id : row.prompt_ids) {
-    if (known(id)) seen[id] = true;
-  }
-  for (int32_t id : row.output_ids) {
-    if (known(id)) seen[id] = true, ++count[id];
-  }
+  const SampleParams& p = row.params;
   for (int64_t id = 0; id < vocab; ++id) {
     double& l = logits[id];
-    if (seen[id]) l = l > 0 ? l / row.repetition_penalty : l * row.repetition_penalty;
-    if (count[id] > 0) l -= row.frequency_penalty * static_cast<double>(count[id]) + row.presence_penalty;
+    if (!row.is_allowed(id)) l = -INFINITY;
+    const int64_t count = row.count(id);
+    if (count > 0 || row.in_prompt(id)) l = l > 0 ? l / p.repetition_penalty : l * p.repetition_penalty;
+    if (count > 0) l -= p.frequency_penalty * static_cast<double>(count) + p.presence_penalty;
   }
 }
 
@@ -65,23 +56,23 @@ std::vector<int32_t> falling(const Logits& logits) {
 
 int32_t choose_token(const SampleRow& row, const Logits& logits) {
   std::vector<int32_t> kept = falling(logits);
-  if (row.temperature == 0) return kept[0];
+  if (row.params.temperature == 0) return kept[0];
   const double max = logits[kept[0]];
-  if (row.top_k > 0) kept.resize(std::min<size_t>(kept.size(), row.top_k));
-  const auto weight = [&](int32_t id) { return weight_of(logits[id], max, row.temperature); };
+  if (row.params.top_k > 0) kept.resize(std::min<size_t>(kept.size(), row.params.top_k));
+  const auto weight = [&](int32_t id) { return weight_of(logits[id], max, row.params.temperature); };
   const auto total = [&] {
     double sum = 0;
     for (int32_t id : kept) sum += weight(id);
     return sum;
   };
-  if (row.top_p < 1) {
-    const double wanted = row.top_p * total();
+  if (row.params.top_p < 1) {
+    const double wanted = row.params.top_p * total();
     double before = 0;
     size_t count = 0;
     while (count < kept.size() && (count == 0 || before < wanted)) before += weight(kept[count++]);
     kept.resize(count);
   }
-  std::erase_if(kept, [&](int32_t id) { return weight(id) < row.min_p; });
+  std::erase_if(kept, [&](int32_t id) { return weight(id) < row.params.min_p; });
   std::sort(kept.begin(), kept.end());
   const double target = draw_uniform(row.seed, row.position) * total();
   double sum = 0;
@@ -99,9 +90,8 @@ int32_t choose_token(const SampleRow& row, const Logits& logits) {
 
 Status sampler_reference(const SamplerArgs& args, const Stream&) {
   const int64_t vocab = args.logits.shape[1];
-  for (size_t i = 0; i < args.rows.size(); ++i) {
-    const SampleRow& row = args.rows[i];
-    const int64_t r = static_cast<int64_t>(i);
+  for (int64_t r = 0; r < args.logits.shape[0]; ++r) {
+    const SampleRow row = sample_row_of(args, r);
     const Tensor source = args.logits.at(r);
     Logits raw(vocab);
     for (int64_t id = 0; id < vocab; ++id) raw[id] = load(source.dtype, source.data, id);
@@ -111,6 +101,7 @@ Status sampler_reference(const SamplerArgs& args, const Stream&) {
     const int32_t id = valid ? choose_token(row, logits) : 0;
     args.ids.as<int32_t>()[r] = id;
     args.valid.as<uint8_t>()[r] = valid;
+    if (valid) count_drawn(args, r, id);
 
     double max = 0, log_sum = 0;
     if (valid) {
@@ -127,7 +118,7 @@ Status sampler_reference(const SamplerArgs& args, const Stream&) {
     if (!args.top_ids.present()) continue;
     const std::vector<int32_t> order = valid ? falling(raw) : std::vector<int32_t>();
     for (int64_t n = 0; n < args.top_ids.shape[1]; ++n) {
-      const bool wanted = n < row.top_logprobs && n < static_cast<int64_t>(order.size());
+      const bool wanted = n < static_cast<int64_t>(order.size());
       args.top_ids.at(r).as<int32_t>()[n] = wanted ? order[n] : -1;
       args.top_logprobs.at(r).as<float>()[n] = wanted ? logprob(order[n]) : -INFINITY;
     }

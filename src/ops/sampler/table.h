@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/ops/sampler/row.h"
 #include "vivace/sampler.h"
 
 namespace vivace {
@@ -8,19 +9,18 @@ namespace vivace {
 Status sampler_reference(const SamplerArgs& args, const Stream& stream);
 Status sampler_cpu(const SamplerArgs& args, const Stream& stream);
 int64_t sampler_cpu_workspace_bytes(const SamplerArgs& args, const Stream& stream);
+Status sampler_cuda(const SamplerArgs& args, const Stream& stream);
+int64_t sampler_cuda_workspace_bytes(const SamplerArgs& args, const Stream& stream);
 
 Facts sampler_facts(const SamplerArgs& args);
 
-inline bool changes_logits(const SampleRow& row) {
-  return row.repetition_penalty != 1 || row.presence_penalty != 0 || row.frequency_penalty != 0 ||
-         !row.logit_bias.empty() || !row.banned_ids.empty() || !row.allowed_bits.empty();
-}
-
-inline bool is_allowed(const SampleRow& row, int64_t id) {
-  return row.allowed_bits.empty() || (row.allowed_bits[id / 32] >> (id % 32) & 1) != 0;
-}
+inline constexpr Need kSamplerCudaNeeds[] = {{"compute_capability", Need::at_least, 80}};
 
 inline constexpr Row<SamplerArgs> kSamplerRows[] = {
+#if VIVACE_CUDA
+    {"cuda.select", Device::cuda, kSamplerCudaNeeds, sampler_cuda,
+     "a block per row, a short list instead of a sort", sampler_cuda_workspace_bytes},
+#endif
     {"cpu.simd",
      Device::cpu,
      {},
