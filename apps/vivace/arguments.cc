@@ -70,21 +70,21 @@ Result<std::string> parse_device(const std::string& text) {
 }
 
 Result<std::string> parse_dtype(const std::string& text) {
-  if (text == "auto" || text == "f32") return text;
-  if (text == "bf16" || text == "f16" || text == "fp8") {
-    return unsupported("is '{}', needs auto or f32: activations are f32 on the cpu", text);
+  if (text == "auto") return text;
+  if (text == "f32" || text == "bf16" || text == "f16" || text == "fp8") {
+    return unsupported("is '{}', needs auto: activations are f32 on the cpu and bf16 on a GPU", text);
   }
-  return invalid_argument("is '{}', needs auto or f32", text);
+  return invalid_argument("is '{}', needs auto", text);
 }
 
 Result<DType> parse_kv_dtype(const std::string& text) {
   if (text == "f32") return DType::f32;
   if (text == "bf16") return DType::bf16;
+  if (text == "auto") return DType::none;
   if (text == "fp8") {
-    return unsupported(
-        "is 'fp8', needs f32 or bf16: no row of attention_decode on the cpu reads fp8 keys and values");
+    return unsupported("is 'fp8', needs auto, f32 or bf16: the engine has no scales for fp8 keys and values yet");
   }
-  return invalid_argument("is '{}', needs f32 or bf16", text);
+  return invalid_argument("is '{}', needs auto, f32 or bf16", text);
 }
 
 Result<std::string> parse_router_mode(const std::string& text) {
@@ -128,9 +128,9 @@ void add_engine(CLI::App& app, EngineOptions& o) {
   app.get_option("--model")->group(group);
   in_group(add(app, "--device", "NAME", "Where it runs: cpu, cuda or cuda:N [cpu]", parse_device,
                [&](std::string text) { o.device = std::move(text); }));
-  in_group(add(app, "--dtype", "TYPE", "Type of activations: auto or f32 [auto: f32 on the cpu]", parse_dtype,
+  in_group(add(app, "--dtype", "TYPE", "Type of activations [auto: f32 on the cpu, bf16 on a GPU]", parse_dtype,
                [](const std::string&) {}));
-  in_group(add(app, "--kv-dtype", "TYPE", "Type of stored keys and values: f32 or bf16 [f32]", parse_kv_dtype,
+  in_group(add(app, "--kv-dtype", "TYPE", "Type of stored keys and values: auto, f32 or bf16 [auto: f32 on the cpu, bf16 on a GPU]", parse_kv_dtype,
                [&](DType dtype) { o.kv_dtype = dtype; }));
   in_group(add(app, "--threads", "N", "Threads, at most 4 per core [one per core this process may use]",
                parse_threads, [&](int64_t n) { o.threads = static_cast<int>(n); }));
