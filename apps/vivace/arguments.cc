@@ -1,6 +1,7 @@
 #include "apps/vivace/arguments.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdio>
@@ -10,6 +11,7 @@
 #include "apps/vivace/value.h"
 #include "src/core/error.h"
 #include "src/cpu/machine.h"
+#include "src/engine/check_options.h"
 #include "vivace/dispatch.h"
 
 namespace vivace::cli {
@@ -102,7 +104,7 @@ Result<int64_t> parse_page_tokens(const std::string& text) {
 Result<int64_t> parse_threads(const std::string& text) {
   constexpr int64_t kPerCore = 4;
   const int64_t cores = cpu::usable_cores();
-  const Result<int64_t> value = parse_integer(text, 1, kPerCore * cores);
+  const Result<int64_t> value = parse_integer(text, 1, std::min<int64_t>(kPerCore * cores, engine::kMaxThreads));
   if (value.ok()) return *value;
   return invalid_argument("{} ({} for each of the {} core{} that this process may use)",
                           value.status().message(), kPerCore, cores, cores == 1 ? "" : "s");

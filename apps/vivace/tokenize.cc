@@ -28,7 +28,7 @@ Status tokenize(const TokenizeArgs& args) {
                        tokenizer.is_special(id) ? "  (control)" : "");
   }
   write_out(out);
-  note(fmt::format("{} tokens", ids.size()));
+  note(fmt::format("{} token{}", ids.size(), ids.size() == 1 ? "" : "s"));
   return {};
 }
 

@@ -37,38 +37,54 @@ constexpr uint64_t kMatchLimitGrowth = 8;
 constexpr uint64_t kMatchLimitBase = 1'000'000;
 constexpr uint64_t kMatchLimitPerByte = 8;
 
-// An attempt to match at one place may walk over all the text behind it. So many bytes, in that sense, are walked
-// over between two looks at the clock: up to about half a second.
-constexpr size_t kBytesPerLook = 256 << 20;
-constexpr size_t kMaxWalk = 4 << 20;  // still several words to a look, however long the text
+// An attempt to match at one place may walk over all the text behind it as often as the first limit counts. So many
+// bytes of such text lie between two looks at the clock: a fraction of a second at worst, and a thousand words of a
+// short text.
+constexpr size_t kBytesPerLook = 2 << 20;
 
-// Words found between two calls of the sink, whose time is not counted.
+// A search tries some starts of a match between two looks at the clock: as many as take about a millisecond, and no more
+// than walk over so many bytes if each walks to the end of the text once, however quick the starts before them were.
+constexpr size_t kFirstStarts = 256, kMostStarts = 1 << 22;
+constexpr size_t kBytesPerSearch = 128 << 20;
+constexpr double kShortSearch = 1e-3, kLongSearch = 8e-3;  // seconds
+
+constexpr uint32_t kHeapKib = 64 << 10;  // of one match by the interpreter
+
+// Words found between two calls of the sink, whose time is not counted on the wall.
 constexpr size_t kWordsPerFlush = 512;
 
 /// The time that matching one text may take.
 class Budget {
  public:
-  void grant(size_t bytes) { allowed_ += kSecondsPerByte * static_cast<double>(bytes); }
+  void grant(size_t bytes) {
+    const double seconds = kSecondsPerByte * static_cast<double>(bytes);
+    allowed_ += seconds;
+    wall_limit_ += seconds;
+  }
   void start() { since_ = Clock::now(); }
   void stop() { spent_ += elapsed(); }
   /// Whether `more` seconds are left. The clock on the wall is cheap to read but goes on while other programs run;
   /// that of the thread has the last word.
-  bool allows(double more) const {
-    return spent_ + elapsed() + more <= allowed_ || thread_seconds() - thread_start_ + more <= allowed_;
+  bool allows(double more) {
+    const double wall = spent_ + elapsed();
+    if (wall + more <= wall_limit_) return true;
+    const double left = allowed_ - (thread_seconds() - thread_start_);
+    wall_limit_ = wall + left;  // the thread cannot use what is left in less time on the wall
+    return more <= left;
   }
   /// Seconds since start().
   double elapsed() const { return std::chrono::duration<double>(Clock::now() - since_).count(); }
-
- private:
-  using Clock = std::chrono::steady_clock;
   static double thread_seconds() {
     timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
   }
+
+ private:
+  using Clock = std::chrono::steady_clock;
   Clock::time_point since_ = Clock::now();
   double thread_start_ = thread_seconds();
-  double spent_ = 0, allowed_ = kSeconds;
+  double spent_ = 0, allowed_ = kSeconds, wall_limit_ = kSeconds;
 };
 
 Status refused(std::string_view pattern, std::string_view construct, std::string_view reason) {
@@ -155,7 +171,8 @@ struct PreTokenizer::Scratch::Impl {
   std::vector<Owned<pcre2_match_data>> match_data;  // by step
 
   Budget budget;
-  size_t walked = 0;  // since the last look at the clock
+  size_t walked = 0;  // by find_here() since the last look at the clock
+  size_t starts = kFirstStarts;  // that a search tries at once
   std::vector<std::string_view> words;
   const Sink* sink = nullptr;
 
@@ -233,6 +250,9 @@ PreTokenizer::Scratch::Scratch(const PreTokenizer& owner) : impl_(std::make_uniq
   impl_->anchored.reset(pcre2_match_context_create(nullptr));
   impl_->windowed.reset(pcre2_match_context_create(nullptr));
   if (impl_->anchored) pcre2_set_match_limit(impl_->anchored.get(), kFirstMatchLimit);
+  for (const auto* context : {&impl_->anchored, &impl_->windowed}) {
+    if (*context) pcre2_set_heap_limit(context->get(), kHeapKib);
+  }
   for (const Step& step : owner.steps_) {
     // Only the whole match is of interest, not its groups.
     impl_->match_data.emplace_back(pcre2_match_data_create(1, nullptr));
@@ -251,8 +271,11 @@ PreTokenizer::Scratch::~Scratch() = default;
 
 bool PreTokenizer::Scratch::Impl::find_here(size_t step_index, const Step& step, std::string_view text,
                                             size_t search, Match& match) {
-  walked += std::min(text.size() - search, kMaxWalk) + 1;
-  if (walked >= kBytesPerLook) return false;
+  walked += text.size() - search + 1;
+  if (walked >= kBytesPerLook) {
+    walked = 0;
+    if (!budget.allows(0)) return false;
+  }
   const PCRE2_SPTR subject = reinterpret_cast<PCRE2_SPTR>(text.data());
   pcre2_match_data* data = match_data[step_index].get();
   const int found =
@@ -272,23 +295,20 @@ Result<PreTokenizer::Scratch::Impl::Match> PreTokenizer::Scratch::Impl::find_fur
   const PCRE2_SPTR subject = reinterpret_cast<PCRE2_SPTR>(text.data());
   const uint64_t most = std::min<uint64_t>(kMatchLimitPerByte * text.size() + kMatchLimitBase, UINT32_MAX);
   uint64_t limit = kFirstMatchLimit;
-  double last_try = 0;  // seconds
+  double last_try = 0;  // CPU seconds
   const auto gave_up = [&](std::string_view why) {
     return invalid_argument("tokenizer: pattern '{}' gave up on a piece of {} bytes: {}",
                             step.pattern.substr(0, 200), text.size(), why);
   };
   while (true) {
-    // Starts of a match up to `window_end` are tried.
-    const size_t walk = std::min(text.size() - search, kMaxWalk) + 1;
-    const size_t window_end = std::min(search + kBytesPerLook / walk, text.size());
-    if (walked >= kBytesPerLook || limit > kFirstMatchLimit) {
-      // A try with a larger limit takes longer by about as much.
-      if (!budget.allows(kMatchLimitGrowth * last_try)) return gave_up("it takes too long");
-      walked = 0;
-    }
-    pcre2_set_offset_limit(windowed.get(), window_end);
+    // A try with a larger limit takes longer by about as much; it is given to one start alone.
+    if (!budget.allows(static_cast<double>(kMatchLimitGrowth) * last_try)) return gave_up("it takes too long");
+    const bool first_limit = limit == kFirstMatchLimit;
+    const size_t some = std::min(starts, kBytesPerSearch / (text.size() - search + 1) + 1);
+    const size_t last_start = std::min(search + (first_limit ? some : 1) - 1, text.size());
+    pcre2_set_offset_limit(windowed.get(), last_start);
     pcre2_set_match_limit(windowed.get(), static_cast<uint32_t>(limit));
-    const double begin = limit > kFirstMatchLimit ? budget.elapsed() : 0;
+    const double begin = first_limit ? budget.elapsed() : Budget::thread_seconds();
     int found = pcre2_match(step.windowed.get(), subject, text.size(), search, PCRE2_NO_UTF_CHECK, data,
                             windowed.get());
     if (found == PCRE2_ERROR_JIT_STACKLIMIT) {
@@ -296,24 +316,29 @@ Result<PreTokenizer::Scratch::Impl::Match> PreTokenizer::Scratch::Impl::find_fur
       found = pcre2_match(step.windowed.get(), subject, text.size(), search,
                           PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, data, windowed.get());
     }
-    if (found == PCRE2_ERROR_MATCHLIMIT && limit < most) {
-      last_try = limit > kFirstMatchLimit ? budget.elapsed() - begin : 0;
+    const double took = (first_limit ? budget.elapsed() : Budget::thread_seconds()) - begin;
+    if (found == PCRE2_ERROR_MATCHLIMIT) {
+      if (first_limit && last_start > search) {  // which start it was is not said: fewer
+        starts = std::max<size_t>(1, some / 4);
+        continue;
+      }
+      if (limit == most) return gave_up("it backtracks without end");
+      last_try = first_limit ? 0 : took;
       limit = std::min(limit * kMatchLimitGrowth, most);
       continue;
     }
-    if (found == PCRE2_ERROR_MATCHLIMIT) return gave_up("it backtracks without end");
+    if (first_limit && took < kShortSearch) starts = std::min(2 * some, kMostStarts);
+    if (first_limit && took > kLongSearch) starts = std::max<size_t>(1, some / 4);
     if (found == PCRE2_ERROR_NOMATCH) {
-      if (window_end == text.size()) return Match{};
-      walked += (window_end - search + 1) * walk;
-      search = window_end + 1;
+      if (last_start == text.size()) return Match{};
+      search = last_start + 1;
       while (search < text.size() && (static_cast<unsigned char>(text[search]) & 0xC0) == 0x80) ++search;
-      limit = kFirstMatchLimit;
-      last_try = 0;
+      // What one start needed its neighbour may need too: the limit stays, and what it takes is known.
+      if (!first_limit) last_try = took / static_cast<double>(kMatchLimitGrowth);
       continue;
     }
     if (found < 0) return gave_up(fmt::format("PCRE2 error {}", found));
     const PCRE2_SIZE* match = pcre2_get_ovector_pointer(data);
-    walked += (match[0] - search + 1) * walk;
     return Match{true, match[0], match[1]};
   }
 }

@@ -34,7 +34,7 @@ class Tokenizer {
 
   /// O(n log n) in the text (no recursion, bounded stack); at most about 30 bytes of scratch per byte of
   /// text. invalid_argument: `text` is longer than `kMaxTextBytes`, or the file's pattern backtracks without
-  /// end on it.
+  /// end on it or takes longer than PreTokenizer::split() allows.
   Result<std::vector<int32_t>> encode(std::string_view text, SpecialTokens special) const;
   /// As encode(), but a control token is taken only where every byte of its text has a non-zero `marks` byte; `marks`
   /// is as long as `text`, which must be valid UTF-8 (else invalid_argument).
