@@ -21,8 +21,8 @@ struct SiluMulArgs {
 ///
 /// Shapes   gate, up, y [tokens, intermediate]. Rows may be strided, so the halves of a fused [tokens, 2 *
 ///          intermediate] are two views of it.
-/// Types    gate and up of one type, f32 or bf16, y the same or fp8_e4m3; arithmetic in fp32, rounded once. silu(-inf) is 0, not NaN: the
-///          limit.
+/// Types    gate and up of one type, f32 or bf16, y the same or fp8_e4m3; arithmetic in fp32, rounded once.
+///          silu(-inf) is 0, not NaN: the limit.
 /// Writes   y, which may be gate or up, and made scales; nothing else may overlap.
 /// Cost     silu_mul_cost().
 /// Runs     on `stream`; allocates nothing.

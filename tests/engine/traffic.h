@@ -108,6 +108,11 @@ class Traffic {
     request.ignore_eos = below(3) == 0;
     request.sampling.temperature = static_cast<double>(below(2));
     request.sampling.seed = random_();
+    if (*request.sampling.seed % 3 == 0) {
+      request.sampling.repetition_penalty = 1.3;
+      request.sampling.presence_penalty = 0.5;
+      request.sampling.frequency_penalty = 0.25;
+    }
     if (below(10) == 0) request.cache_salt = "tenant";
     if (below(4) == 0) request.stop_ids = {token()};
     return request;

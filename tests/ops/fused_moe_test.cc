@@ -79,8 +79,8 @@ MoeBound bound_of(const FusedMoeArgs& args, const Magnitudes& m, bool tensor_cor
   double hidden = product * (1.1 * m.up + m.gate) + 12 * kUlp * m.hidden;
   double rounding = 0;
   if (tensor_cores) {
-    if (!is_fp8(args)) hidden += 0x1p-9 * m.hidden;
-    rounding = 0x1p-9 * m.out * (is_fp8(args) ? 1.2 : 1.01);  // fp8 of the values between moves out, too
+    if (!is_fp8(args)) hidden += 0x1p-8 * m.hidden;
+    rounding = 0x1p-8 * m.out * (is_fp8(args) ? 1.2 : 1.01);  // fp8 of the values between moves out, too
   }
   const double out = 4 * hidden * m.down_norm + sum(columns) * m.out + rounding;
   double factors = args.shared.present() ? 1 : 0;

@@ -294,8 +294,9 @@ TEST(Linear, BlocksHaveTheValuesOfTheirFormat) {
 TEST(Linear, HandWorked) {
   float x[] = {1, 2, 3, 4, 5, 6}, weight[] = {1, 0, -1, 0.5, 0.5, 0.5}, bias[] = {10, 20}, y[4];
   const LinearArgs args{.x = Tensor(x, DType::f32, {2, 3}),
-                        .parts = {{{Tensor(weight, DType::f32, {2, 3}), Tensor(bias, DType::f32, {2}),
-                                    Tensor(y, DType::f32, {2, 2})}}}};
+                        .parts = {{{.weight = Tensor(weight, DType::f32, {2, 3}),
+                                    .bias = Tensor(bias, DType::f32, {2}),
+                                    .y = Tensor(y, DType::f32, {2, 2})}}}};
   ASSERT_OK(linear(args, Stream{}));
   EXPECT_EQ(y[0], 8);
   EXPECT_EQ(y[1], 23);

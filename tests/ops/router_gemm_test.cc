@@ -260,8 +260,8 @@ TEST(RouterGemm, RefusesWhatDisagrees) {
   args.scores.dtype = DType::f16;
   EXPECT_FAILS(router_gemm(args, Stream{}), Code::invalid_argument,
                "needs scores of type f32 or bf16, got f16");
-  EXPECT_FAILS(router_gemm(p.args, Stream{.device = Device::cuda}), Code::unsupported,
-               "reference: runs on cpu");
+  EXPECT_FAILS(router_gemm(p.args, Stream{.device = Device::cuda}), Code::invalid_argument,
+               "x is on cpu, needs cuda (the stream's device)");
 
   uint8_t small[16];
   float w[8] = {};

@@ -271,7 +271,7 @@ TEST(Sampler, CountsWhatItDraws) {
       call.args.workspace = scratch;
       ASSERT_OK(row.run(call.args, stream));
       const auto counts = [&](int64_t state) {
-        const int32_t* list = call.args.output_counts.at(state).template as<int32_t>();
+        const int32_t* list = call.args.output_counts.at(state).as<int32_t>();
         return std::vector<int32_t>(list, list + 3);
       };
       EXPECT_EQ(counts(4), (std::vector<int32_t>{0, 3, 0}));
@@ -498,6 +498,30 @@ TEST(Sampler, TwoStreamsAtOnceWithTheirOwnScratch) {
   ASSERT_OK(sampler(b_alone.args, Stream{}));
   EXPECT_EQ(list_of<int32_t>(a.ids), list_of<int32_t>(a_alone.ids));
   EXPECT_EQ(list_of<int32_t>(b.ids), list_of<int32_t>(b_alone.ids));
+}
+
+// What the host refuses before it runs, a GPU sees only then: such rows are not valid, others are served.
+TEST(Sampler, DeviceRowsFlagWhatTheHostWouldRefuse) {
+  const Call shape(same({0}), {{}});
+  for (const Stream& stream : test_streams()) {
+    if (stream.device == Device::cpu) continue;
+    for_each_fitting_row(kSampler, shape.args, stream, [&](const auto& row) {
+      SampleSpec fine{.temperature = 0, .output_ids = {1}};
+      std::vector<SampleSpec> specs(9, fine);
+      specs[0].temperature = NAN;
+      specs[1].temperature = -1;
+      specs[2].top_k = -1;
+      specs[3].top_p = 0;
+      specs[4].min_p = 1.5;
+      specs[5].repetition_penalty = 0;
+      specs[6].presence_penalty = INFINITY;
+      Call call(same({1, 2, 9, 3}), specs);
+      call.args.state.as<int32_t>()[7] = 10;
+      ASSERT_OK(row.run(call.args, stream));
+      EXPECT_EQ(call.samples().valid, (std::vector<uint8_t>{0, 0, 0, 0, 0, 0, 0, 0, 1}));
+      EXPECT_EQ(call.samples().ids, (std::vector<int32_t>{0, 0, 0, 0, 0, 0, 0, 0, 2}));
+    });
+  }
 }
 
 TEST(Sampler, RefusesWhatDisagrees) {

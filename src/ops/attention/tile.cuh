@@ -250,7 +250,7 @@ __device__ __forceinline__ void load_block(const Params& p, const Job& job, int 
   const char* k = p.k.data + job.head_kv * p.k.head_stride;
   const char* v = p.v.data + job.head_kv * p.v.head_stride;
   const int head_bytes = p.head_dim * static_cast<int>(sizeof(typename T::Raw));
-#pragma unroll
+#pragma unroll 4  // more would take registers that the sums need
   for (int n = 0; n < kBlockKeys * kChunks / kThreads; ++n) {
     const int i = n * kThreads + static_cast<int>(threadIdx.x), key = i / kChunks, chunk = i % kChunks;
     const int2 slot = slots[key];
@@ -282,7 +282,7 @@ __device__ __forceinline__ void load_block(const Params& p, const Job& job, int 
 template <class T>
 __device__ __forceinline__ void convert_block(const char* raw, char* converted) {
   constexpr int kChunks = T::kRawRowBytes / 16, kTile = kBlockKeys * kChunks;
-#pragma unroll
+#pragma unroll 2  // more would take registers that the sums need
   for (int n = 0; n < 2 * kTile / kThreads; ++n) {
     const int i = n * kThreads + static_cast<int>(threadIdx.x), key = i % kTile / kChunks,
               chunk = i % kChunks;

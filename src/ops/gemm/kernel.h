@@ -110,6 +110,7 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
       }
     }
   }
+  const bool idle = tile.row + warp_row >= tile.end;  // the last tile of a group: this warp only copies
   const float y_scale = p.y_scale != nullptr ? p.y_scale[tile.group * p.y_scale_group_stride] : 1.f;
 
 #pragma unroll
@@ -143,20 +144,20 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
           a_scale[i][0] = a_scales[i][0][k_tile], a_scale[i][1] = a_scales[i][1][k_tile];
 #pragma unroll
         for (int j = 0; j < kNBlocks; ++j) b_scale[j] = b_scale_of(j, k_tile);
-        multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
+        if (!idle) multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
 #pragma unroll
         for (int i = 0; i < kMBlocks; ++i) {
 #pragma unroll
           for (int j = 0; j < kNBlocks; ++j) {
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
-              total[i][j][v] += acc[i][j][v] * (a_scale[i][v / 2] * b_scale[j]);
+              total[i][j][v] = fmaf(acc[i][j][v], a_scale[i][v / 2] * b_scale[j], total[i][j][v]);
               acc[i][j][v] = 0.f;
             }
           }
         }
       } else {
-        multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
+        if (!idle) multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
       }
     }
     if (tile_column + column_step >= p.n) device::let_next_kernel_start();
