@@ -111,13 +111,15 @@ TEST(Score, PerplexityOfTheTinyModelsOwnText) {
   ASSERT_TRUE(loaded.ok());
   const auto window = reference.at("window").get<int64_t>();
   if (kSanitized) {  // the same code in a twentieth of the time; the reference is for all windows
-    const auto some = model::score(loaded.model(), *ids, {.window = window, .max_windows = 3}, loaded.stream());
+    const auto some =
+        model::score(loaded.model(), *ids, {.window = window, .max_windows = 3}, loaded.stream());
     ASSERT_TRUE(some.ok()) << some.status().message();
     EXPECT_EQ(some->tokens, 3 * (window - 1));
     return;
   }
-  const auto result = model::score(
-      loaded.model(), *ids, {.window = window, .max_windows = reference.at("windows").get<int64_t>()}, loaded.stream());
+  const auto result = model::score(loaded.model(), *ids,
+                                   {.window = window, .max_windows = reference.at("windows").get<int64_t>()},
+                                   loaded.stream());
   ASSERT_TRUE(result.ok()) << result.status().message();
   EXPECT_EQ(result->tokens, reference.at("predictions").get<int64_t>());
   const double expected = reference.at("fp32");

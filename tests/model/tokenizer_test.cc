@@ -435,13 +435,13 @@ TEST(Tokenizer, TimeOfAHostilePatternIsBounded) {
     std::string pattern;
     const std::string& text;
   } cases[] = {
-      {"(?=a*+[cd])a", run},             // a walk to the end from every start
-      {"(?=a*+[cd])a", late_run},        // the same after a text without
-      {"(?=a*+)a", long_run},            // every character a match, each after a walk to the end
-      {"(a|aa)*[cd]", run},              // exponential
-      {"(?:(?=a*+)a)*[cd]", run},        // backtracking, each step with a walk
-      {"(.*)(.*)(.*)[^\\s\\S]", pairs},  // cubic
-      {"(a*)\\1{20}[cd]", run},          // back references
+      {"(?=a*+[cd])a", run},                // a walk to the end from every start
+      {"(?=a*+[cd])a", late_run},           // the same after a text without
+      {"(?=a*+)a", long_run},               // every character a match, each after a walk to the end
+      {"(a|aa)*[cd]", run},                 // exponential
+      {"(?:(?=a*+)a)*[cd]", run},           // backtracking, each step with a walk
+      {"(.*)(.*)(.*)[^\\s\\S]", pairs},     // cubic
+      {"(a*)\\1{20}[cd]", run},             // back references
       {"(?=a{0,50}a{0,50}a*+[cd])a", run},  // much from every start, none of it endless
       {"(?=(a{0,1000})(a{0,1000})[cd])a", run},
   };
