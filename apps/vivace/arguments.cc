@@ -104,7 +104,8 @@ Result<int64_t> parse_page_tokens(const std::string& text) {
 Result<int64_t> parse_threads(const std::string& text) {
   constexpr int64_t kPerCore = 4;
   const int64_t cores = cpu::usable_cores();
-  const Result<int64_t> value = parse_integer(text, 1, std::min<int64_t>(kPerCore * cores, engine::kMaxThreads));
+  const Result<int64_t> value =
+      parse_integer(text, 1, std::min<int64_t>(kPerCore * cores, engine::kMaxThreads));
   if (value.ok()) return *value;
   return invalid_argument("{} ({} for each of the {} core{} that this process may use)",
                           value.status().message(), kPerCore, cores, cores == 1 ? "" : "s");

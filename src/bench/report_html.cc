@@ -280,7 +280,8 @@ std::string run_table(const Report& r) {
   row("model", r.model + (r.model_summary.empty() ? "" : " (" + r.model_summary + ")"));
   row("machine", r.machine);
   row("threads", fmt::format("{}", r.threads));
-  row("workload", fmt::format("{}, {} request{}, seed {}", r.workload, m.requests, m.requests == 1 ? "" : "s", r.seed));
+  row("workload",
+      fmt::format("{}, {} request{}, seed {}", r.workload, m.requests, m.requests == 1 ? "" : "s", r.seed));
   row("load", r.concurrency > 0
                   ? fmt::format("closed loop, {} requests open at once", r.concurrency)
                   : fmt::format("open loop, Poisson arrivals at {} per second", pretty(r.rate)));
@@ -314,7 +315,8 @@ std::string to_html(const Report& r) {
   out += "</style></head>\n<body><main>\n";
   out += fmt::format("<h1>{}, {} workload</h1>\n", escape_html(name), escape_html(r.workload));
   out += fmt::format("<p class=\"lead\">{} request{} on {}, {} thread{}. Vivace {}, {}.</p>\n", m.requests,
-                     m.requests == 1 ? "" : "s", escape_html(r.machine), r.threads, r.threads == 1 ? "" : "s", escape_html(r.version), escape_html(r.when));
+                     m.requests == 1 ? "" : "s", escape_html(r.machine), r.threads, r.threads == 1 ? "" : "s",
+                     escape_html(r.version), escape_html(r.when));
   out += "<pre><code>" + command_html(r.command) + "</code></pre>\n";
   out += headline(r);
   out +=

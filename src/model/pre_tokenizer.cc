@@ -26,7 +26,8 @@ using Owned = std::unique_ptr<T, Free>;
 
 // PCRE2 counts backtracking from one start of a match at a time, and does not count at all what a possessive
 // repeat walks over, so its limit alone leaves a text quadratic or worse. What bounds the work is time: `Budget`
-// allows a part that grows with the text, and no call of pcre2_match() may do much before the next look at it.
+// allows a part that grows with the text, and it is asked before each call of pcre2_match(), none of which can be
+// interrupted: calls are made small, and one with a larger limit is made only when it is predicted to fit.
 constexpr double kSeconds = 0.5;
 constexpr double kSecondsPerByte = 2e-6;  // published patterns take about 1/50 of it
 
@@ -171,7 +172,7 @@ struct PreTokenizer::Scratch::Impl {
   std::vector<Owned<pcre2_match_data>> match_data;  // by step
 
   Budget budget;
-  size_t walked = 0;  // by find_here() since the last look at the clock
+  size_t walked = 0;             // by find_here() since the last look at the clock
   size_t starts = kFirstStarts;  // that a search tries at once
   std::vector<std::string_view> words;
   const Sink* sink = nullptr;
@@ -302,7 +303,8 @@ Result<PreTokenizer::Scratch::Impl::Match> PreTokenizer::Scratch::Impl::find_fur
   };
   while (true) {
     // A try with a larger limit takes longer by about as much; it is given to one start alone.
-    if (!budget.allows(static_cast<double>(kMatchLimitGrowth) * last_try)) return gave_up("it takes too long");
+    if (!budget.allows(static_cast<double>(kMatchLimitGrowth) * last_try))
+      return gave_up("it takes too long");
     const bool first_limit = limit == kFirstMatchLimit;
     const size_t some = std::min(starts, kBytesPerSearch / (text.size() - search + 1) + 1);
     const size_t last_start = std::min(search + (first_limit ? some : 1) - 1, text.size());

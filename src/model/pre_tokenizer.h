@@ -44,7 +44,8 @@ class PreTokenizer {
   };
   /// `text` must be valid UTF-8. Words are views into it, in order. invalid_argument: matching took more than half
   /// a second and 2 microseconds per byte given to `scratch` so far (CPU time, about 50 times what published
-  /// patterns take), or a single match more backtracking than a limit that grows with the text.
+  /// patterns take), or a single match more backtracking than a limit that grows with the text. A single try cannot be
+  /// interrupted: dozens of lookarounds that each walk to the end of a long text may take longer.
   Status split(std::string_view text, Scratch& scratch, const Sink& sink) const;
 
   static constexpr size_t kMaxSteps = 16;

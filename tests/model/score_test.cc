@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "tests/model/model_harness.h"
+#include "tests/model/sanitizer.h"
 
 namespace vivace::testing {
 namespace {
@@ -108,9 +109,16 @@ TEST(Score, PerplexityOfTheTinyModelsOwnText) {
   ASSERT_TRUE(ids.ok()) << ids.status().message();
   LoadedModel loaded(checkpoint, {}, 64);
   ASSERT_TRUE(loaded.ok());
+  const auto window = reference.at("window").get<int64_t>();
+  if (kSanitized) {  // the same code in a twentieth of the time; the reference is for all windows
+    const auto some =
+        model::score(loaded.model(), *ids, {.window = window, .max_windows = 3}, loaded.stream());
+    ASSERT_TRUE(some.ok()) << some.status().message();
+    EXPECT_EQ(some->tokens, 3 * (window - 1));
+    return;
+  }
   const auto result = model::score(loaded.model(), *ids,
-                                   {.window = reference.at("window").get<int64_t>(),
-                                    .max_windows = reference.at("windows").get<int64_t>()},
+                                   {.window = window, .max_windows = reference.at("windows").get<int64_t>()},
                                    loaded.stream());
   ASSERT_TRUE(result.ok()) << result.status().message();
   EXPECT_EQ(result->tokens, reference.at("predictions").get<int64_t>());
