@@ -22,11 +22,11 @@ elseif(NOT VIVACE_SANITIZE STREQUAL "")
   message(FATAL_ERROR "VIVACE_SANITIZE is ${VIVACE_SANITIZE}, needs address, thread or nothing")
 endif()
 
-# Portable kernels carry machine code for 8.0 and 9.0 and PTX for what comes later; files named sm90*.cu use
-# instructions of compute capability 9.0a alone.
+# Portable kernels carry machine code for 9.0, and PTX of 8.0 that the driver compiles once for any other GPU; files named
+# sm90*.cu use instructions of compute capability 9.0a alone.
 set(VIVACE_CUDA_FLAGS -Xfatbin -compress-all --compress-mode=size -lineinfo -Xptxas -warn-spills
   --expt-relaxed-constexpr --diag-suppress=2810)
-set(VIVACE_PORTABLE_CODE "-gencode=arch=compute_80,code=[sm_80,compute_80];-gencode=arch=compute_90,code=sm_90"
+set(VIVACE_PORTABLE_CODE "-gencode=arch=compute_80,code=compute_80;-gencode=arch=compute_90,code=sm_90"
   CACHE STRING "Targets of the portable kernels; fewer compile faster")
 set(VIVACE_SM90_CODE -gencode=arch=compute_90a,code=sm_90a)
 

@@ -36,7 +36,7 @@ inline constexpr Need kHeadOnStack[] = {{"head_dim", Need::at_most, kMaxHeadDim}
 inline constexpr Need kAttentionMmaNeeds[] = {
     {"head_dim", Need::at_most, 256},
     {"q", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
-    {"kv", Need::dtype_in, dtypes_mask(DType::bf16, DType::f16, DType::fp8_e4m3)},
+    {"kv", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
     {"k_alignment", Need::multiple_of, 16},
     {"v_alignment", Need::multiple_of, 16},
     {"compute_capability", Need::at_least, 80}};

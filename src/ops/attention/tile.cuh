@@ -26,7 +26,6 @@
 namespace vivace::attention_mma {
 
 using device::bf16;
-using device::f16;
 using device::fp8;
 
 constexpr int kBlockKeys = 64;
@@ -66,12 +65,11 @@ struct Params {
   float cap_log2;     ///< 0: none
 };
 
-/// What is fixed when a kernel is compiled. kRaw: elements of K and V as stored; kM: tiles of 16 rows per warp.
+/// What is fixed when a kernel is compiled. Raw: elements of K and V as stored, which are multiplied as bf16 (e4m3 is exact
+/// in it); kM: tiles of 16 rows per warp.
 template <class Raw_, int kHead_, int kM_, int kStages_>
 struct Tile {
   using Raw = Raw_;
-  using Number = std::conditional_t<std::is_same_v<Raw, fp8>, bf16,
-                                    Raw>;  // e4m3 is exact in bf16
   static constexpr int kHead = kHead_, kM = kM_, kStages = kStages_;
   static constexpr bool kConverted = std::is_same_v<Raw, fp8>;
   static constexpr int kRows = 16 * kM * kWarps;
@@ -293,7 +291,7 @@ __device__ __forceinline__ void convert_block(const char* raw, char* converted) 
     for (int j = 0; j < 8; ++j) {
       const auto pair = static_cast<__nv_fp8x2_storage_t>(quads[j / 2] >> j % 2 * 16);
       const float2 v = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
-      words[j] = device::pack<typename T::Number>(v.x, v.y);
+      words[j] = device::pack<bf16>(v.x, v.y);
     }
     const uint4 low{words[0], words[1], words[2], words[3]}, high{words[4], words[5], words[6], words[7]};
     char* tile = converted + i / kTile * T::kTileBytes;
@@ -327,7 +325,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const Job& job, in
     uint4 packed;
     uint32_t* words = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = device::pack<typename T::Number>(v[2 * j], v[2 * j + 1]);
+    for (int j = 0; j < 4; ++j) words[j] = device::pack<bf16>(v[2 * j], v[2 * j + 1]);
     *reinterpret_cast<uint4*>(smem + T::kQueriesAt + device::swizzled<T::kRowBytes>(row, d / 8)) = packed;
   }
 }
@@ -344,10 +342,9 @@ struct Marks {
       : nan(reinterpret_cast<unsigned long long*>(memory)), plus(nan + head), minus(plus + head) {}
 };
 
-template <class Number>
+/// Of bf16.
 struct NotFinite {
-  static constexpr uint32_t kExponent = std::is_same_v<Number, bf16> ? 0x7f80u : 0x7c00u;
-  static constexpr uint32_t kMantissa = std::is_same_v<Number, bf16> ? 0x7fu : 0x3ffu;
+  static constexpr uint32_t kExponent = 0x7f80u, kMantissa = 0x7fu;
   __device__ static bool in_pair(uint32_t pair) {
     return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
   }
@@ -358,9 +355,8 @@ __device__ __noinline__ bool has_not_finite(const char* v_tile) {
   bool found = false;
   for (int i = static_cast<int>(threadIdx.x); i < T::kTileBytes / 16; i += kThreads) {
     const uint4 four = *reinterpret_cast<const uint4*>(v_tile + i * 16);  // in any order
-    using Test = NotFinite<typename T::Number>;
-    found = found || Test::in_pair(four.x) || Test::in_pair(four.y) || Test::in_pair(four.z) ||
-            Test::in_pair(four.w);
+    found = found || NotFinite::in_pair(four.x) || NotFinite::in_pair(four.y) || NotFinite::in_pair(four.z) ||
+            NotFinite::in_pair(four.w);
   }
   return found;
 }
@@ -368,7 +364,6 @@ __device__ __noinline__ bool has_not_finite(const char* v_tile) {
 /// Block-wide. Zeroes what is not finite in V and marks it.
 template <class T>
 __device__ __noinline__ void mark_not_finite(char* v_tile, char* marks_memory) {
-  using Test = NotFinite<typename T::Number>;
   const Marks marks(marks_memory, T::kHead);
   for (int i = static_cast<int>(threadIdx.x); i < 3 * T::kHead; i += kThreads) marks.nan[i] = 0;
   __syncthreads();
@@ -377,8 +372,8 @@ __device__ __noinline__ void mark_not_finite(char* v_tile, char* marks_memory) {
     auto* at =
         reinterpret_cast<uint16_t*>(v_tile + device::swizzled<T::kRowBytes>(key, column / 8)) + column % 8;
     const uint32_t bits = *at;
-    if ((bits & Test::kExponent) != Test::kExponent) continue;
-    auto* to = bits & Test::kMantissa ? marks.nan : bits & 0x8000u ? marks.minus : marks.plus;
+    if ((bits & NotFinite::kExponent) != NotFinite::kExponent) continue;
+    auto* to = bits & NotFinite::kMantissa ? marks.nan : bits & 0x8000u ? marks.minus : marks.plus;
     atomicOr(to + column, 1ull << key);
     *at = 0;
   }
@@ -459,8 +454,8 @@ __device__ __forceinline__ void multiply_keys(const char* queries, const char* k
       const uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
 #pragma unroll
       for (int mt = 0; mt < T::kM; ++mt) {
-        device::mma_16x8x16<typename T::Number>(scores[mt][2 * n], a[mt], low);
-        device::mma_16x8x16<typename T::Number>(scores[mt][2 * n + 1], a[mt], high);
+        device::mma_16x8x16<bf16>(scores[mt][2 * n], a[mt], low);
+        device::mma_16x8x16<bf16>(scores[mt][2 * n + 1], a[mt], high);
       }
     }
   }
@@ -553,7 +548,6 @@ __device__ __forceinline__ void weigh(const Params& p, const RowInfo* rows, cons
 template <class T>
 __device__ __forceinline__ void add_values(const char* v_tile, const float (&weights)[T::kM][8][4],
                                            State<T>& state) {
-  using Number = typename T::Number;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int k = 0; k < kBlockKeys / 16; ++k) {
@@ -563,7 +557,7 @@ __device__ __forceinline__ void add_values(const char* v_tile, const float (&wei
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* w = weights[mt][2 * k + i / 2] + i % 2 * 2;
-        a[mt][i] = device::pack<Number>(w[0], w[1]);
+        a[mt][i] = device::pack<bf16>(w[0], w[1]);
       }
     }
 #pragma unroll
@@ -574,8 +568,8 @@ __device__ __forceinline__ void add_values(const char* v_tile, const float (&wei
       const uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
 #pragma unroll
       for (int mt = 0; mt < T::kM; ++mt) {
-        device::mma_16x8x16<Number>(state.sum[mt][2 * c], a[mt], low);
-        device::mma_16x8x16<Number>(state.sum[mt][2 * c + 1], a[mt], high);
+        device::mma_16x8x16<bf16>(state.sum[mt][2 * c], a[mt], low);
+        device::mma_16x8x16<bf16>(state.sum[mt][2 * c + 1], a[mt], high);
       }
     }
   }

@@ -101,7 +101,7 @@ Status attention_decode_cuda(const AttentionDecodeArgs& args, const Stream& stre
   d.slot_rows = slot_rows_of(args);
   if (d.slots > 0) d.partials = reinterpret_cast<float*>(first_line(args.workspace));
   Status status;
-  device::with_type<bf16, f16, fp8>(args.attention.k.dtype, [&](auto raw) {
+  device::with_type<bf16, fp8>(args.attention.k.dtype, [&](auto raw) {
     status = launch_decode<decltype(raw)>(d, args.params.workers, stream);
   });
   if (!status.ok() || d.slots == 0) return status;

@@ -100,7 +100,6 @@ Status launch_decode(const DecodeParams& d, int64_t workers, const Stream& strea
 }
 
 extern template Status launch_decode<bf16>(const DecodeParams&, int64_t, const Stream&);
-extern template Status launch_decode<f16>(const DecodeParams&, int64_t, const Stream&);
 extern template Status launch_decode<fp8>(const DecodeParams&, int64_t, const Stream&);
 
 }  // namespace vivace::attention_mma

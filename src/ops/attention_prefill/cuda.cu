@@ -23,7 +23,7 @@ Status attention_prefill_cuda(const AttentionPrefillArgs& args, const Stream& st
   const int64_t most = args.max_query_tokens > 0 ? std::min(args.max_query_tokens, tokens) : tokens;
   d.most_rows = most * d.attention.group;
   Status status;
-  device::with_type<bf16, f16, fp8>(args.attention.k.dtype, [&](auto raw) {
+  device::with_type<bf16, fp8>(args.attention.k.dtype, [&](auto raw) {
     status = launch_prefill<decltype(raw)>(d, args.attention.q.shape[2], stream);
   });
   return status;

@@ -126,7 +126,6 @@ Status launch_prefill(const PrefillParams& d, int64_t head_dim, const Stream& st
 }
 
 extern template Status launch_prefill<bf16>(const PrefillParams&, int64_t, const Stream&);
-extern template Status launch_prefill<f16>(const PrefillParams&, int64_t, const Stream&);
 extern template Status launch_prefill<fp8>(const PrefillParams&, int64_t, const Stream&);
 
 }  // namespace vivace::attention_mma

@@ -1,7 +1,0 @@
-#include "src/ops/attention_decode/cuda.cuh"
-
-namespace vivace::attention_mma {
-
-template Status launch_decode<f16>(const DecodeParams&, int64_t, const Stream&);
-
-}  // namespace vivace::attention_mma
