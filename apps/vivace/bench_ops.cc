@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "apps/vivace/commands.h"
 #include "apps/vivace/output.h"
@@ -33,7 +34,7 @@ Result<std::string> read_text(const std::string& path) {
 }
 
 Status run_bench(const BenchOpsArgs& args) {
-  bench::OpRunOptions options{.suites = args.suites, .filters = {}, .replays = args.replays, .progress = {}};
+  bench::OpRunOptions options{.suites = args.suites, .filters = {}, .replays = args.replays, .progress = {}, .finished = {}};
   for (const std::string& text : args.cases) {
     Result<bench::OpFilter> filter = bench::OpFilter::parse(text);
     if (!filter.ok()) return filter.status().at("--case");
@@ -44,9 +45,10 @@ Status run_bench(const BenchOpsArgs& args) {
     write_out(listing(workloads));
     return {};
   }
-  std::string targets;
+  std::optional<bench::OpTargets> targets;
   if (!args.targets_file.empty()) {
-    VIVACE_TRY_ASSIGN(targets, read_text(args.targets_file));
+    VIVACE_TRY_ASSIGN(const std::string text, read_text(args.targets_file));
+    VIVACE_TRY_ASSIGN(targets, bench::OpTargets::parse(text));
   }
   if (!args.json_file.empty() && args.json_file != "-") VIVACE_TRY(check_writable(args.json_file));
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(args.device, 0));
@@ -60,14 +62,20 @@ Status run_bench(const BenchOpsArgs& args) {
     line.update(static_cast<double>(done) / static_cast<double>(total),
                 fmt::format("{} of {}: {} {}", done, total, next.suite, next.name));
   };
-  std::vector<bench::OpResult> results = bench::run_workloads(workloads, options, compute->stream(&dispatch));
+  const bool table_shown = args.json_file != "-";
+  bench::OpTable table;
+  options.finished = [&](bench::OpResult& result) {
+    if (targets) targets->apply(result);
+    line.finish();
+    if (table_shown) write_out(table.add(result));
+  };
+  const std::vector<bench::OpResult> results = bench::run_workloads(workloads, options, compute->stream(&dispatch));
   line.finish();
-  if (!targets.empty()) VIVACE_TRY(bench::add_targets(targets, results));
-  if (args.json_file == "-") {
-    print_json(bench::json_of(results));
-  } else {
+  if (table_shown) {
+    write_out(table.end());
     if (!args.json_file.empty()) VIVACE_TRY(write_file(args.json_file, json_text(bench::json_of(results))));
-    write_out(bench::text_of(results));
+  } else {
+    print_json(bench::json_of(results));
   }
   for (const bench::OpResult& result : results) {
     if (!result.failure.ok()) return result.failure.at(result.workload.suite + " " + result.workload.name);

@@ -28,14 +28,21 @@ std::string describe(std::string_view name, const LaunchShape& s) {
          std::to_string(s.smem_bytes) + " bytes of shared memory, cluster " + std::to_string(s.cluster) + ")";
 }
 
-/// The dynamic shared memory limit that a kernel has on a device, raised on demand.
+/// The dynamic shared memory limit that a kernel has on a device, raised on demand. What a kernel declares itself counts
+/// against the 48 KB that need no request.
 Status allow_smem(const void* kernel, int ordinal, int64_t bytes) {
   constexpr int64_t kDefaultLimit = 48 << 10;
-  if (bytes <= kDefaultLimit) return {};
+  if (bytes == 0) return {};
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, int64_t> allowed;
   std::lock_guard lock(mutex);
-  int64_t& limit = allowed[{kernel, ordinal}];
+  const auto [entry, is_new] = allowed.try_emplace({kernel, ordinal}, 0);
+  int64_t& limit = entry->second;
+  if (is_new) {
+    cudaFuncAttributes attributes{};
+    VIVACE_TRY(cuda_status(cudaFuncGetAttributes(&attributes, kernel), "reading a kernel's attributes"));
+    limit = kDefaultLimit - static_cast<int64_t>(attributes.sharedSizeBytes);
+  }
   if (bytes <= limit) return {};
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));

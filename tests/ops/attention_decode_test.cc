@@ -165,7 +165,7 @@ TEST(AttentionDecode, BitsOfPrefill) {
     if (stream.device == Device::cpu) {
       expect_bits_of_prefill(stream, type, {DType::f32, DType::bf16, DType::fp8_e4m3});
     } else {
-      expect_bits_of_prefill(stream, type, {DType::bf16, DType::f16, DType::fp8_e4m3});
+      expect_bits_of_prefill(stream, type, {DType::bf16, DType::fp8_e4m3});
     }
   });
 }

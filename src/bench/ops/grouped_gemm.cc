@@ -70,12 +70,14 @@ class PreparedGroupedGemm final : public PreparedOp {
       VIVACE_TRY_ASSIGN(const HostTensor y, download(args.y.rows(row, 1), stream));
       std::vector<float> values(static_cast<size_t>(k_));
       for (int64_t i = 0; i < k_; ++i) values[i] = load(x.tensor.dtype, x.tensor.data, i);
-      for (int64_t n = 0; n < n_; n += 17) {
+      std::vector<double> differences(static_cast<size_t>((n_ + 16) / 17), 0);
+      check_threads().parallel_for(std::ssize(differences), [&](int64_t sample, int) {
+        const int64_t n = sample * 17;
         double want = 0;
         for (int64_t i = 0; i < k_; ++i) want += double{values[i]} * load(w.tensor.dtype, w.tensor.data, n * k_ + i);
-        const double difference = std::abs(want * scale_ - load(DType::bf16, y.tensor.data, n));
-        worst = difference <= worst ? worst : difference;
-      }
+        differences[sample] = std::abs(want * scale_ - load(DType::bf16, y.tensor.data, n));
+      });
+      worst = larger(worst, largest(differences));
     }
     return std::optional<double>(worst);
   }

@@ -1,5 +1,8 @@
 #include "src/bench/ops/memory.h"
 
+#include <algorithm>
+
+#include "src/cpu/machine.h"
 #include "src/device/random.h"
 
 namespace vivace::bench {
@@ -37,6 +40,11 @@ Result<HostTensor> download(const Tensor& tensor, const Stream& stream) {
   VIVACE_TRY(device::copy_to_host(host.memory.data(), tensor.data, tensor.bytes(), stream));
   VIVACE_TRY(device::synchronize(stream));
   return host;
+}
+
+cpu::ThreadPool& check_threads() {
+  static cpu::ThreadPool threads(std::min(cpu::usable_cores(), 16));
+  return threads;
 }
 
 }  // namespace vivace::bench

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <vector>
 
+#include "src/cpu/thread_pool.h"
 #include "src/device/runtime.h"
 #include "vivace/status.h"
 #include "vivace/stream.h"
@@ -38,5 +40,18 @@ struct HostTensor {
 };
 /// Of a contiguous tensor; waits for the stream.
 Result<HostTensor> download(const Tensor& tensor, const Stream& stream);
+
+/// The larger of two errors; a NaN stays.
+inline double larger(double a, double b) {
+  return a <= b || std::isnan(b) ? b : a;
+}
+inline double largest(const std::vector<double>& errors) {
+  double worst = 0;
+  for (const double error : errors) worst = larger(worst, error);
+  return worst;
+}
+
+/// What float64 checks run on.
+cpu::ThreadPool& check_threads();
 
 }  // namespace vivace::bench

@@ -39,17 +39,17 @@ class PreparedRouterGemm final : public PreparedOp {
     const RouterGemmArgs& args = sets_[0];
     VIVACE_TRY_ASSIGN(const HostTensor x, download(args.x, stream));
     VIVACE_TRY_ASSIGN(const HostTensor scores, download(args.scores, stream));
-    double worst = 0;
     const int64_t step = std::max<int64_t>(1, m_ / 32);
-    for (int64_t row = 0; row < m_; row += step) {
+    std::vector<double> worst(static_cast<size_t>((m_ + step - 1) / step), 0);
+    check_threads().parallel_for(std::ssize(worst), [&](int64_t sample, int) {
+      const int64_t row = sample * step;
       for (int64_t e = 0; e < n_; ++e) {
         double want = 0;
         for (int64_t i = 0; i < k_; ++i) want += double{load(DType::bf16, x.tensor.data, row * k_ + i)} * source_[e * k_ + i];
-        const double difference = std::abs(want - scores.tensor.as<float>()[row * n_ + e]);
-        worst = difference <= worst ? worst : difference;
+        worst[sample] = larger(worst[sample], std::abs(want - scores.tensor.as<float>()[row * n_ + e]));
       }
-    }
-    return std::optional<double>(worst);
+    });
+    return std::optional<double>(largest(worst));
   }
 
  private:

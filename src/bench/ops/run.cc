@@ -114,32 +114,36 @@ std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, co
       if (suite.name != workload.suite) continue;
       result.failure = guarded("bench ops", [&] { return time_one(result, suite, options.replays, stream); });
     }
+    if (options.finished) options.finished(result);
     if (result.failure.code() == Code::device_error) break;  // nothing that follows would mean anything
   }
   return results;
 }
 
-Status add_targets(std::string_view json_text, std::vector<OpResult>& results) {
-  const Json all = Json::parse(json_text, nullptr, false);
-  if (!all.is_object()) return invalid_argument("the targets are not a JSON object of lists by suite");
-  for (OpResult& result : results) {
-    const auto list = all.find(result.workload.suite);
-    if (list == all.end() || !list->is_array()) continue;
-    const bool exact = result.workload.text("mode") == "exact";
-    for (const Json& entry : *list) {
-      if (!entry.is_object() || entry.value("case", "") != result.workload.name) continue;
-      const bool agrees = std::all_of(
-          result.workload.fields.begin(), result.workload.fields.end(), [&](const OpWorkload::Field& field) {
-            const auto own = entry.find(field.name);
-            if (own == entry.end()) return true;
-            if (const auto* number = std::get_if<int64_t>(&field.value)) return own->is_number() && *own == *number;
-            return own->is_string() && *own == std::get<std::string>(field.value);
-          });
-      const auto target = entry.find(exact ? "exact_target_us" : "target_us");
-      if (agrees && target != entry.end() && target->is_number()) result.target_us = target->get<double>();
-    }
+Result<OpTargets> OpTargets::parse(std::string_view json_text) {
+  auto all = std::make_shared<Json>(Json::parse(json_text, nullptr, false));
+  if (!all->is_object()) return invalid_argument("the targets are not a JSON object of lists by suite");
+  OpTargets targets;
+  targets.suites_ = std::move(all);
+  return targets;
+}
+
+void OpTargets::apply(OpResult& result) const {
+  const auto list = suites_->find(result.workload.suite);
+  if (list == suites_->end() || !list->is_array()) return;
+  const bool exact = result.workload.text("mode") == "exact";
+  for (const Json& entry : *list) {
+    if (!entry.is_object() || entry.value("case", "") != result.workload.name) continue;
+    const bool agrees = std::all_of(
+        result.workload.fields.begin(), result.workload.fields.end(), [&](const OpWorkload::Field& field) {
+          const auto own = entry.find(field.name);
+          if (own == entry.end()) return true;
+          if (const auto* number = std::get_if<int64_t>(&field.value)) return own->is_number() && *own == *number;
+          return own->is_string() && *own == std::get<std::string>(field.value);
+        });
+    const auto target = entry.find(exact ? "exact_target_us" : "target_us");
+    if (agrees && target != entry.end() && target->is_number()) result.target_us = target->get<double>();
   }
-  return {};
 }
 
 Json json_of(const std::vector<OpResult>& results) {
@@ -169,43 +173,38 @@ Json json_of(const std::vector<OpResult>& results) {
   return rows;
 }
 
-std::string text_of(const std::vector<OpResult>& results) {
-  std::string out, suite;
-  double logs = 0;
-  int64_t targets = 0;
-  const auto close_suite = [&] {
-    if (targets > 0) {
-      out += fmt::format("geometric mean of us / target over {} cases: {:.3f}\n", targets,
-                         std::exp(logs / static_cast<double>(targets)));
-    }
-    logs = 0;
-    targets = 0;
-  };
-  for (const OpResult& result : results) {
-    if (result.workload.suite != suite) {
-      close_suite();
-      suite = result.workload.suite;
-      out += fmt::format("{}{}\n{:<58} {:<16} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6} {:>7} {:>9} {:>8} {:>6}\n",
-                         out.empty() ? "" : "\n", suite, "case", "row", "us", "p10", "p90", "floor", "share", "TB/s",
-                         "TFLOP/s", "error", "target", "ratio");
-    }
-    const std::string name = result.workload.name + "  " + fields_text(result.workload);
-    if (!result.failure.ok()) {
-      out += fmt::format("{:<58} failed: {}\n", name, result.failure.message());
-      continue;
-    }
-    out += fmt::format("{:<58} {:<16} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} {:>9} {:>8} {:>6}\n",
-                       name, result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us,
-                       result.floor_us, 100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
-                       result.max_abs_error ? fmt::format("{:.2e}", *result.max_abs_error) : "",
-                       result.target_us ? fmt::format("{:.1f}", *result.target_us) : "",
-                       result.target_us ? fmt::format("{:.2f}", result.timing.median_us / *result.target_us) : "");
-    if (result.target_us) {
-      logs += std::log(result.timing.median_us / *result.target_us);
-      ++targets;
-    }
+std::string OpTable::add(const OpResult& result) {
+  std::string out;
+  if (result.workload.suite != suite_) {
+    out = end();
+    if (!suite_.empty()) out += "\n";
+    suite_ = result.workload.suite;
+    out += fmt::format("{}\n{:<58} {:<16} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6} {:>7} {:>9} {:>8} {:>6}\n", suite_, "case",
+                       "row", "us", "p10", "p90", "floor", "share", "TB/s", "TFLOP/s", "error", "target", "ratio");
   }
-  close_suite();
+  const std::string name = result.workload.name + "  " + fields_text(result.workload);
+  if (!result.failure.ok()) return out + fmt::format("{:<58} failed: {}\n", name, result.failure.message());
+  out += fmt::format("{:<58} {:<16} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} {:>9} {:>8} {:>6}\n", name,
+                     result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us, result.floor_us,
+                     100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
+                     result.max_abs_error ? fmt::format("{:.2e}", *result.max_abs_error) : "",
+                     result.target_us ? fmt::format("{:.1f}", *result.target_us) : "",
+                     result.target_us ? fmt::format("{:.2f}", result.timing.median_us / *result.target_us) : "");
+  if (result.target_us) {
+    logs_ += std::log(result.timing.median_us / *result.target_us);
+    ++targets_;
+  }
+  return out;
+}
+
+std::string OpTable::end() {
+  std::string out;
+  if (targets_ > 0) {
+    out = fmt::format("geometric mean of us / target over {} cases: {:.3f}\n", targets_,
+                      std::exp(logs_ / static_cast<double>(targets_)));
+  }
+  logs_ = 0;
+  targets_ = 0;
   return out;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
@@ -33,6 +34,8 @@ struct OpRunOptions {
   int64_t replays = 20;
   /// Called before each workload.
   std::function<void(size_t done, size_t total, const OpWorkload& next)> progress;
+  /// Called after each.
+  std::function<void(OpResult& result)> finished;
 };
 
 /// The workloads that the options ask for. not_found: no such suite; the message lists them. invalid_argument: a filter
@@ -44,14 +47,35 @@ Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options);
 std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, const OpRunOptions& options,
                                     const Stream& stream);
 
-/// Sets target_us from a JSON object of lists by suite, whose entries have this project's field names: a result takes the
-/// entry that agrees in every field that both have. invalid_argument: the text is not of that form.
-Status add_targets(std::string_view json_text, std::vector<OpResult>& results);
+/// Targets by suite and workload.
+class OpTargets {
+ public:
+  /// Of a JSON object of lists by suite, whose entries have this project's field names. invalid_argument: the text is not
+  /// of that form.
+  static Result<OpTargets> parse(std::string_view json_text);
+  /// Sets target_us where an entry agrees in every field that both have.
+  void apply(OpResult& result) const;
+
+ private:
+  std::shared_ptr<const nlohmann::ordered_json> suites_;
+};
 
 /// One object per result: suite, case, the workload's fields, row, us, p10_us, p90_us, floor_us, share_of_floor,
 /// max_abs_error, target_us and failure where there are any.
 nlohmann::ordered_json json_of(const std::vector<OpResult>& results);
-/// A table, and per suite the geometric mean of us / target_us.
-std::string text_of(const std::vector<OpResult>& results);
+
+/// A table, line by line, and per suite the geometric mean of us / target_us.
+class OpTable {
+ public:
+  /// The line of a result, after the heading of its suite where that begins.
+  std::string add(const OpResult& result);
+  /// What is still to be said of the last suite.
+  std::string end();
+
+ private:
+  std::string suite_;
+  double logs_ = 0;
+  int64_t targets_ = 0;
+};
 
 }  // namespace vivace::bench
