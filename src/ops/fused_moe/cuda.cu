@@ -104,16 +104,25 @@ __device__ __forceinline__ int block_sum(int v, int& before) {
   return all;
 }
 
+constexpr int kSlotsOfThread = 16;  // looked at together, so that their loads are under way together
+
 /// A block per expert: its first row is the number of pairs with a smaller expert, its rows follow the slots' order.
 __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__ IndexParams p) {
   wait_for_previous_kernel();
   const int expert = static_cast<int>(blockIdx.x);
-  const auto id_of = [&](int slot) { return p.ids[int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k]; };
+  const auto id_of = [&](int slot) {
+    return slot < p.slots ? p.ids[int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k] : -1;
+  };
   int smaller = 0, equal = 0;
-  for (int slot = threadIdx.x; slot < p.slots; slot += kThreads) {
-    const int id = id_of(slot);
-    smaller += id >= 0 && id < expert;
-    equal += id == expert;
+  for (int first = threadIdx.x; first < p.slots; first += kThreads * kSlotsOfThread) {
+    int ids[kSlotsOfThread];
+#pragma unroll
+    for (int i = 0; i < kSlotsOfThread; ++i) ids[i] = id_of(first + i * kThreads);
+#pragma unroll
+    for (int i = 0; i < kSlotsOfThread; ++i) {
+      smaller += ids[i] >= 0 && ids[i] < expert;
+      equal += ids[i] == expert;
+    }
   }
   int unused;
   const int start = block_sum(smaller, unused), rows = block_sum(equal, unused);
@@ -123,15 +132,19 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
     p.rows[expert] = rows;
   }
   if (rows == 0) return;
+  // Now a thread has neighbouring slots, so that rows follow their order.
   int row = start;
-  for (int first = 0; first < p.slots; first += kThreads) {
-    const int slot = first + static_cast<int>(threadIdx.x);
-    const bool mine = slot < p.slots && id_of(slot) == expert;
+  for (int first = 0; first < p.slots; first += kThreads * kSlotsOfThread) {
+    const int slot = first + static_cast<int>(threadIdx.x) * kSlotsOfThread;
+    uint32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < kSlotsOfThread; ++i) mine |= static_cast<uint32_t>(id_of(slot + i) == expert) << i;
     int before;
-    const int found = block_sum(mine, before);
-    if (mine) {
-      p.token_of_row[row + before] = slot / p.top_k;
-      p.row_of_slot[slot] = row + before;
+    const int found = block_sum(__popc(mine), before);
+    for (int at = row + before; mine != 0; mine &= mine - 1, ++at) {
+      const int found_slot = slot + __ffs(static_cast<int>(mine)) - 1;
+      p.token_of_row[at] = found_slot / p.top_k;
+      p.row_of_slot[found_slot] = at;
     }
     row += found;
   }

@@ -226,12 +226,16 @@ template <class E, bool kBlockScales>
 Status run_any_tile(std::string_view name, const Problem& p, const Stream& stream) {
   using Few = Tile<16, 64, 1, 4, 6, 1>;
   using Some = Tile<64, 64, 2, 2, 4, kBlockScales ? 2 : 3>;
-  using Many = Tile<128, 128, 2, 4, 3, sizeof(E) == 1 ? 1 : 2>;  // fp8 operands take more than 128 registers
+  using More = Tile<96, 128, 2, 4, 3, sizeof(E) == 1 ? 1 : 2>;  // fp8 operands take more than 128 registers
+  using Many = Tile<128, 128, 2, 4, 3, sizeof(E) == 1 ? 1 : 2>;
   constexpr int64_t kEnoughTiles = 100;  // close to one per SM of the GPUs this is for
   const int64_t rows = p.rows / p.groups;
   if (rows <= 16) return run_tile<Few, E, kBlockScales>(name, p, stream);
   const int64_t large = (p.rows + 127) / 128 * ((p.n * (p.gated ? 2 : 1) + 127) / 128);
   if (rows <= 96 || large < kEnoughTiles) return run_tile<Some, E, kBlockScales>(name, p, stream);
+  // Rows of the last tile that are not there cost as much as those that are.
+  const auto computed = [&](int64_t tile) { return (rows + tile - 1) / tile * tile; };
+  if (computed(More::kM) < computed(Many::kM)) return run_tile<More, E, kBlockScales>(name, p, stream);
   return run_tile<Many, E, kBlockScales>(name, p, stream);
 }
 

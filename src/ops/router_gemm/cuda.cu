@@ -84,6 +84,8 @@ __global__ __launch_bounds__(kThreads, 2) void router_mma_kernel(const __grid_co
   wait_for_previous_kernel();
 
   float sum[kMBlocks][kNBlocks][4] = {}, error[kMBlocks][kNBlocks][4] = {};
+  // The loads of some steps are under way together: a warp has few steps, and each waits for memory.
+#pragma unroll(kMBlocks * kNBlocks == 1 ? 4 : 1)
   for (int64_t step = first; step < last; ++step) {
     const int64_t k = step * kStep + 8 * pair;
     const bool inside = k < p.hidden;
@@ -229,8 +231,10 @@ Status run_mma(const Params& p, const Stream& stream) {
 
 template <int kTerms>
 Status run_mma(const Params& p, const Stream& stream) {
-  constexpr int64_t kFew = 64;  // a wide tile of so few tokens would leave SMs idle
-  return p.tokens <= kFew ? run_mma<kTerms, 1, 1>(p, stream) : run_mma<kTerms, 2, 3>(p, stream);
+  // Wide tiles read less from the L2, narrow ones fill more SMs.
+  constexpr int64_t kEnoughBlocks = 256;
+  const int64_t wide_blocks = (p.tokens + 31) / 32 * ((p.experts + 23) / 24);
+  return wide_blocks < kEnoughBlocks ? run_mma<kTerms, 1, 1>(p, stream) : run_mma<kTerms, 2, 3>(p, stream);
 }
 
 }  // namespace
