@@ -82,7 +82,10 @@ class StepBuilder {
     Tensor logits(flat.data(), DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
     model::Memory on_device;
     if (stream.device == Device::cuda) {
-      on_device = *model::Memory::reserve(logits.bytes(), "logits", stream);
+      Result<model::Memory> reserved = model::Memory::reserve(logits.bytes(), "logits", stream);
+      EXPECT_TRUE(reserved.ok()) << reserved.status().message();
+      if (!reserved.ok()) return {};
+      on_device = std::move(*reserved);
       logits = on_device.tensor(DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
     }
     Status status = model_.forward(input(), logits, stream);
