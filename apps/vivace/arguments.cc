@@ -72,11 +72,17 @@ Result<std::string> parse_device(const std::string& text) {
 }
 
 Result<std::string> parse_dtype(const std::string& text) {
-  if (text == "auto") return text;
-  if (text == "f32" || text == "bf16" || text == "f16" || text == "fp8") {
-    return unsupported("is '{}', needs auto: activations are f32 on the cpu and bf16 on a GPU", text);
-  }
-  return invalid_argument("is '{}', needs auto", text);
+  if (text == "auto" || text == "f32" || text == "bf16") return text;
+  return invalid_argument("is '{}', needs auto, f32 or bf16", text);
+}
+
+/// A device computes in one type, so the option can only confirm it.
+Status check_dtype(const std::string& dtype, const std::string& device) {
+  const std::string_view own = device == "cpu" ? "f32" : "bf16";
+  if (dtype == "auto" || dtype == own) return {};
+  return unsupported(
+      "is '{}', needs auto or {}: activations are f32 on the cpu and bf16 on a GPU, and --device is {}",
+      dtype, own, device);
 }
 
 Result<DType> parse_kv_dtype(const std::string& text) {
@@ -123,16 +129,22 @@ void add_model(CLI::App& app, std::string& model) {
       ->type_name("PATH");
 }
 
-/// The options that every command with a model takes.
-void add_engine(CLI::App& app, EngineOptions& o) {
+/// The model, what it runs on and how.
+void add_compute(CLI::App& app, EngineOptions& o) {
   const std::string group = "Model and engine";
   add_model(app, o.model);
   const auto in_group = [&](CLI::Option* option) { return option->group(group); };
   app.get_option("--model")->group(group);
   in_group(add(app, "--device", "NAME", "Where it runs: cpu, cuda or cuda:N [cpu]", parse_device,
                [&](std::string text) { o.device = std::move(text); }));
-  in_group(add(app, "--dtype", "TYPE", "Type of activations [auto: f32 on the cpu, bf16 on a GPU]", parse_dtype,
-               [](const std::string&) {}));
+  const auto dtype = std::make_shared<std::string>("auto");
+  in_group(add(app, "--dtype", "TYPE",
+               "Type of activations: auto, f32 or bf16 [auto: f32 on the cpu, bf16 on a GPU]", parse_dtype,
+               [dtype](std::string text) { *dtype = std::move(text); }));
+  app.parse_complete_callback([dtype, &o] {
+    const Status status = check_dtype(*dtype, o.device);
+    if (!status.ok()) refuse("--dtype", status);
+  });
   in_group(add(app, "--kv-dtype", "TYPE", "Type of stored keys and values: auto, f32 or bf16 [auto: f32 on the cpu, bf16 on a GPU]", parse_kv_dtype,
                [&](DType dtype) { o.kv_dtype = dtype; }));
   in_group(add(app, "--threads", "N", "Threads, at most 4 per core [one per core this process may use]",
@@ -154,6 +166,16 @@ void add_engine(CLI::App& app, EngineOptions& o) {
                   "Use these rows alone: OP=ROW[,OP=ROW], such as linear=reference\nA call that they do "
                   "not fit is an error with the reason")
                ->type_name("OP=ROW"));
+  in_group(add(app, "--page-tokens", "N", "Tokens per page of keys and values, a power of two [16]",
+               parse_page_tokens, [&](int64_t n) { o.page_tokens = n; }));
+}
+
+/// The options that every command with an engine takes.
+void add_engine(CLI::App& app, EngineOptions& o) {
+  add_compute(app, o);
+  const auto in_group = [&](CLI::Option* option) {
+    return option->group(app.get_option("--model")->get_group());
+  };
   in_group(integer(app, "--max-model-len", 1, kAny,
                    "Longest prompt plus output, in tokens [the model's context]",
                    [&](int64_t n) { o.max_model_len = n; }));
@@ -162,8 +184,6 @@ void add_engine(CLI::App& app, EngineOptions& o) {
   in_group(integer(app, "--token-budget", 1, 1 << 20,
                    "Tokens per step, prompt chunks and decodes together [512]",
                    [&](int64_t n) { o.token_budget = n; }));
-  in_group(add(app, "--page-tokens", "N", "Tokens per page of keys and values, a power of two [16]",
-               parse_page_tokens, [&](int64_t n) { o.page_tokens = n; }));
   in_group(add(
       app, "--kv-memory", "BYTES", "Memory for keys and values, such as 512M or 2G [fits the machine]",
       [](const std::string& text) { return parse_bytes(text); }, [&](int64_t n) { o.kv_memory_bytes = n; }));
@@ -326,9 +346,57 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
   c.add_flag("--list", a.list, "List the cases and stop");
 }
 
-void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops) {
-  CLI::App& bench = *add_command(app, "bench", "Measure the engine under load, or single operators.", "");
+Result<std::vector<int64_t>> parse_batches(const std::string& text) {
+  constexpr int64_t kMost = 4096;
+  std::vector<int64_t> batches;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const Result<int64_t> batch = parse_integer(text.substr(begin, end - begin), 1, kMost);
+    if (!batch.ok()) return batch.status();
+    batches.push_back(*batch);
+    begin = end + 1;
+  }
+  return batches;
+}
+
+void add_bench_step(CLI::App& bench, BenchStepArgs& a) {
+  CLI::App& c =
+      *add_command(bench, "step",
+                   "Time decode steps of a whole model beside the least time that their bytes allow.\n\n"
+                   "Random keys and values fill the pages of --batch requests with --context tokens each; "
+                   "then the model decodes one "
+                   "token\n"
+                   "of each, step after step, as the engine would: sampling included, on a GPU by graph "
+                   "replay and with the next step\n"
+                   "enqueued while one runs. The floor of a step is the bytes of its dense weights, of the "
+                   "experts that its tokens "
+                   "touch and\n"
+                   "of the keys and values that it reads, over the rate at which this device was just "
+                   "measured to read memory.",
+                   "Examples:\n"
+                   "  vivace bench step --model synthetic:hy3@tp8 --device cuda --batch 1,4,8,16,32,64 "
+                   "--context 8192 --json step.json\n"
+                   "  vivace bench step --model synthetic:qwen3-30b-a3b,layers=4 --device cuda --batch 16 "
+                   "--prefer fused_moe=cuda\n"
+                   "  vivace bench step --model tests/data/tiny-hy3 --batch 1,4 --context 256 --steps 16");
+  add(c, "--batch", "N[,N...]", "Requests per step; each number is measured by itself [1]", parse_batches,
+      [&](std::vector<int64_t> value) { a.batches = std::move(value); });
+  integer(c, "--context", 1, kAny, "Tokens that each request has, the one that is computed included [1024]",
+          [&](int64_t n) { a.context = n; });
+  integer(c, "--steps", 1, 1000000, "Steps that are timed, after a few that are not [64]",
+          [&](int64_t n) { a.steps = n; });
+  integer(c, "--seed", 0, kAny, "Of keys, values and draws [0]",
+          [&](int64_t n) { a.seed = static_cast<uint64_t>(n); });
+  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")
+      ->type_name("FILE");
+  add_compute(c, a.engine);
+}
+
+void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArgs& step) {
+  CLI::App& bench = *add_command(
+      app, "bench", "Measure the engine under load, decode steps of a model, or single operators.", "");
   bench.require_subcommand(1);
+  add_bench_step(bench, step);
   add_bench_ops(bench, ops);
   CLI::App& c = *add_command(
       bench, "serve",
@@ -477,13 +545,14 @@ Parsed parse_command_line(int argc, char** argv) {
   TokenizeArgs tokenize;
   BenchServeArgs bench;
   BenchOpsArgs bench_ops;
+  BenchStepArgs bench_step;
   OpsArgs ops;
   OpsExplainArgs explain;
   DoctorArgs doctor;
   add_generate(app, generate);
   add_score(app, score);
   add_tokenize(app, tokenize);
-  add_bench(app, bench, bench_ops);
+  add_bench(app, bench, bench_ops, bench_step);
   add_ops(app, ops, explain);
   add_doctor(app, doctor);
   try {
@@ -493,12 +562,13 @@ Parsed parse_command_line(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return {std::monostate{}, report_usage_error(app, error, argc, argv)};
   }
-  bench.command = command_line(argc, argv);
+  bench.command = bench_step.command = command_line(argc, argv);
   if (app.got_subcommand("generate")) return {generate};
   if (app.got_subcommand("score")) return {score};
   if (app.got_subcommand("tokenize")) return {tokenize};
   if (app.got_subcommand("bench")) {
     if (app.get_subcommand("bench")->got_subcommand("ops")) return {bench_ops};
+    if (app.get_subcommand("bench")->got_subcommand("step")) return {bench_step};
     return {bench};
   }
   if (app.got_subcommand("doctor")) return {doctor};

@@ -60,6 +60,15 @@ struct BenchOpsArgs {
   bool list = false;
 };
 
+struct BenchStepArgs {
+  EngineOptions engine;
+  std::vector<int64_t> batches = {1};
+  int64_t context = 1024, steps = 64;
+  uint64_t seed = 0;
+  std::string json_file;
+  std::string command;  ///< the command line, for the report
+};
+
 struct OpsArgs {
   bool json = false, markdown = false;
 };
@@ -75,8 +84,8 @@ struct DoctorArgs {
   bool json = false;
 };
 
-using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, BenchServeArgs, BenchOpsArgs, OpsArgs,
-                             OpsExplainArgs, DoctorArgs>;
+using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, BenchServeArgs,
+                             BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs, DoctorArgs>;
 
 struct Parsed {
   Command command;    ///< empty: nothing to run, the program ends with exit_code

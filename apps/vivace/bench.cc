@@ -93,54 +93,6 @@ bench::LoadOptions load_options(const BenchServeArgs& args, ProgressLine& line) 
   return options;
 }
 
-/// Calls per row since `before`.
-std::vector<bench::RowUse> count_rows(const Dispatch& dispatch, const std::vector<RowCount>& before) {
-  std::vector<bench::RowUse> uses;
-  for (const RowCount& now : dispatch.counts()) {
-    int64_t calls = now.calls;
-    for (const RowCount& b : before) {
-      if (b.op == now.op && b.row == now.row) calls -= b.calls;
-    }
-    if (calls > 0) uses.push_back({std::string(now.op), std::string(now.row), calls, {}});
-  }
-  return uses;
-}
-
-/// Adds why earlier rows did not run: what the calls of such steps were refused for, else what the rows need.
-void add_reasons(std::vector<bench::RowUse>& rows, const std::vector<model::OpUse>& explained,
-                 const Dispatch& preferences) {
-  for (bench::RowUse& use : rows) {
-    bool covered = false;
-    for (const model::OpUse& call : explained) {
-      if (call.op != use.op || call.choice.row != use.row) continue;
-      covered = true;
-      for (const Refusal& r : call.choice.refused) {
-        const bool known = std::any_of(use.refused.begin(), use.refused.end(), [&](const Refusal& other) {
-          return other.row == r.row && other.reason == r.reason;
-        });
-        if (!known) use.refused.push_back(r);
-      }
-    }
-    if (!covered || !preferences.preferred(use.op).empty()) {
-      for (Refusal& r : table_reasons(preferences, use.op, use.row)) use.refused.push_back(std::move(r));
-    }
-  }
-}
-
-std::vector<std::pair<std::string, std::string>> settings_of(const EngineOptions& o) {
-  const auto yes = [](bool value) { return std::string(value ? "yes" : "no"); };
-  return {{"device", o.device},
-          {"kv-dtype", std::string(name_of(o.kv_dtype))},
-          {"exact", yes(o.exact)},
-          {"deterministic", yes(o.deterministic)},
-          {"router-mode", o.router_mode},
-          {"prefer", o.prefer.empty() ? "nothing" : o.prefer},
-          {"max-model-len", fmt::format("{}", o.max_model_len)},
-          {"max-batch", fmt::format("{}", o.max_batch)},
-          {"token-budget", fmt::format("{}", o.token_budget)},
-          {"page-tokens", fmt::format("{}", o.page_tokens)}};
-}
-
 Status write_results(const BenchServeArgs& args, const bench::Report& report) {
   if (args.json_file == "-") {
     print_json(bench::to_json(report));
@@ -174,7 +126,9 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   VIVACE_TRY_ASSIGN(ModelFiles files, open_model_files(args.engine.model));
   report.model_summary = files.checkpoint->summary();
   report.mapped_bytes = files.checkpoint->mapped_bytes();
-  VIVACE_TRY_ASSIGN(std::unique_ptr<Engine> engine, Engine::create(args.engine));
+  EngineOptions engine_options = args.engine;
+  engine_options.log = note;
+  VIVACE_TRY_ASSIGN(std::unique_ptr<Engine> engine, Engine::create(engine_options));
   std::vector<bench::PlannedRequest> plan;
   VIVACE_TRY(make_plan(args, files, *engine, plan));
   bench::EngineTarget target(*engine);
@@ -193,7 +147,7 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   report.peak_memory_bytes = peak_memory_bytes();
   report.engine = engine->stats();
   report.metrics = bench::measure(report.load);
-  report.rows = count_rows(engine->dispatch(), before);
+  report.rows = rows_since(engine->dispatch(), before);
   EngineOptions options = engine->options();
   options.max_model_len = engine->max_model_len();
   engine.reset();
@@ -202,9 +156,8 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
       std::max<int64_t>(1, std::min(args.rate > 0 ? 1 : args.concurrency, options.max_batch));
   const Result<std::vector<model::OpUse>> explained = explain_model(options, {1, batch});
   if (!explained.ok()) note("no reasons for the choice of rows: " + explained.status().message());
-  Dispatch preferences;
-  if (!options.prefer.empty()) VIVACE_TRY(preferences.prefer(options.prefer));
-  add_reasons(report.rows, explained.ok() ? *explained : std::vector<model::OpUse>{}, preferences);
+  VIVACE_TRY(
+      add_reasons(report.rows, explained.ok() ? *explained : std::vector<model::OpUse>{}, options.prefer));
 
   const Machine machine = this_machine();
   report.model = args.engine.model;

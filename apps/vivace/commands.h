@@ -11,6 +11,7 @@ int run(const ScoreArgs& args);
 int run(const TokenizeArgs& args);
 int run(const BenchServeArgs& args);
 int run(const BenchOpsArgs& args);
+int run(const BenchStepArgs& args);
 int run(const OpsArgs& args);
 int run(const OpsExplainArgs& args);
 int run(const DoctorArgs& args);

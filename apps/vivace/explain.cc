@@ -21,6 +21,14 @@ Choice explain_sampler(int64_t rows, int64_t vocab, const Stream& stream) {
                          stream);
 }
 
+/// With the sampler after it.
+std::vector<model::OpUse> explain_step(model::Model& model, model::Phase phase, int64_t tokens,
+                                       int64_t sampled, const Stream& stream) {
+  std::vector<model::OpUse> uses = model.explain(phase, tokens, stream);
+  uses.push_back({-1, "sampler", phase, tokens, explain_sampler(sampled, model.config().vocab, stream)});
+  return uses;
+}
+
 }  // namespace
 
 Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
@@ -37,14 +45,19 @@ Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
   model_options.ordinal = compute->device().ordinal;
   VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*checkpoint, model_options));
   const Stream stream = compute->stream(&dispatch);
+  std::vector<model::OpUse> uses = explain_decodes(*model, batches, stream);
+  const int64_t chunk = std::min(options.token_budget, model->max_model_len());
+  std::ranges::move(explain_step(*model, model::Phase::prefill, chunk, 1, stream), std::back_inserter(uses));
+  return uses;
+}
+
+std::vector<model::OpUse> explain_decodes(model::Model& model, const std::vector<int64_t>& batches,
+                                          const Stream& stream) {
   std::vector<model::OpUse> uses;
-  const auto add_step = [&](model::Phase phase, int64_t tokens, int64_t sampled) {
-    std::vector<model::OpUse> step = model->explain(phase, tokens, stream);
-    std::move(step.begin(), step.end(), std::back_inserter(uses));
-    uses.push_back({-1, "sampler", phase, tokens, explain_sampler(sampled, model->config().vocab, stream)});
-  };
-  for (const int64_t batch : batches) add_step(model::Phase::decode, batch, batch);
-  add_step(model::Phase::prefill, std::min(options.token_budget, model->max_model_len()), 1);
+  for (const int64_t batch : batches) {
+    std::ranges::move(explain_step(model, model::Phase::decode, batch, batch, stream),
+                      std::back_inserter(uses));
+  }
   return uses;
 }
 
@@ -70,6 +83,55 @@ std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op
     }
   }
   return reasons;
+}
+
+std::vector<bench::RowUse> rows_since(const Dispatch& dispatch, const std::vector<RowCount>& before) {
+  std::vector<bench::RowUse> uses;
+  for (const RowCount& now : dispatch.counts()) {
+    int64_t calls = now.calls;
+    for (const RowCount& b : before) {
+      if (b.op == now.op && b.row == now.row) calls -= b.calls;
+    }
+    if (calls > 0) uses.push_back({std::string(now.op), std::string(now.row), calls, {}});
+  }
+  return uses;
+}
+
+Status add_reasons(std::vector<bench::RowUse>& rows, const std::vector<model::OpUse>& explained,
+                   const std::string& prefer) {
+  Dispatch preferences;
+  if (!prefer.empty()) VIVACE_TRY(preferences.prefer(prefer));
+  for (bench::RowUse& use : rows) {
+    bool covered = false;
+    for (const model::OpUse& call : explained) {
+      if (call.op != use.op || call.choice.row != use.row) continue;
+      covered = true;
+      for (const Refusal& r : call.choice.refused) {
+        const bool known = std::any_of(use.refused.begin(), use.refused.end(), [&](const Refusal& other) {
+          return other.row == r.row && other.reason == r.reason;
+        });
+        if (!known) use.refused.push_back(r);
+      }
+    }
+    if (!covered || !preferences.preferred(use.op).empty()) {
+      for (Refusal& r : table_reasons(preferences, use.op, use.row)) use.refused.push_back(std::move(r));
+    }
+  }
+  return {};
+}
+
+std::vector<std::pair<std::string, std::string>> settings_of(const EngineOptions& o) {
+  const auto yes = [](bool value) { return std::string(value ? "yes" : "no"); };
+  return {{"device", o.device},
+          {"kv-dtype", std::string(name_of(o.kv_dtype))},
+          {"exact", yes(o.exact)},
+          {"deterministic", yes(o.deterministic)},
+          {"router-mode", o.router_mode},
+          {"prefer", o.prefer.empty() ? "nothing" : o.prefer},
+          {"max-model-len", fmt::format("{}", o.max_model_len)},
+          {"max-batch", fmt::format("{}", o.max_batch)},
+          {"token-budget", fmt::format("{}", o.token_budget)},
+          {"page-tokens", fmt::format("{}", o.page_tokens)}};
 }
 
 }  // namespace vivace::cli

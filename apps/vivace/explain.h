@@ -1,8 +1,11 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "src/bench/report.h"
 #include "src/model/model.h"
 #include "vivace/engine.h"
 
@@ -14,8 +17,21 @@ namespace vivace::cli {
 Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
                                                 const std::vector<int64_t>& batches);
 
+/// The same of a model that is loaded, decode steps alone.
+std::vector<model::OpUse> explain_decodes(model::Model& model, const std::vector<int64_t>& batches,
+                                          const Stream& stream);
+
 /// Why a row of `op` may run only after those before it in its table: what they need. For calls that
 /// explain_model() does not cover.
 std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op, std::string_view row);
+
+/// Calls per row since `before`.
+std::vector<bench::RowUse> rows_since(const Dispatch& dispatch, const std::vector<RowCount>& before);
+/// Adds why earlier rows did not run: what the calls of such steps were refused for, else what the rows need.
+Status add_reasons(std::vector<bench::RowUse>& rows, const std::vector<model::OpUse>& explained,
+                   const std::string& prefer);
+
+/// The options as a report names them.
+std::vector<std::pair<std::string, std::string>> settings_of(const EngineOptions& options);
 
 }  // namespace vivace::cli

@@ -171,7 +171,9 @@ std::string logprob_table(const Generated& out, const model::Tokenizer* tokenize
 Status run_generate(const GenerateArgs& args) {
   // The tokenizer is made while the engine loads the weights.
   std::future<Result<Prompt>> pending = std::async(std::launch::async, [&] { return make_prompt(args); });
-  Result<std::unique_ptr<Engine>> engine = Engine::create(args.engine);
+  EngineOptions options = args.engine;
+  options.log = note;
+  Result<std::unique_ptr<Engine>> engine = Engine::create(options);
   const Result<Prompt> prompt = pending.get();
   if (!engine.ok()) return engine.status();
   if (!prompt.ok()) return prompt.status();

@@ -9,8 +9,11 @@
 #include <fstream>
 #include <string_view>
 
+#include "src/core/error.h"
 #include "src/cpu/machine.h"
 #include "src/cpu/simd.h"
+#include "src/cpu/thread_pool.h"
+#include "src/device/runtime.h"
 
 namespace vivace::cli {
 
@@ -58,6 +61,16 @@ Machine this_machine() {
 std::string describe(const Machine& machine) {
   return fmt::format("{} ({}), {} cores, {:.1f} GiB", machine.processor, machine.isa, machine.cores,
                      static_cast<double>(machine.memory_bytes) / 0x1p30);
+}
+
+Result<std::string> describe(const Stream& stream) {
+  if (stream.device == Device::cpu) {
+    const int threads = cpu::threads_of(stream.threads);
+    return fmt::format("{}, {} thread{}", describe(this_machine()), threads, threads == 1 ? "" : "s");
+  }
+  VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
+  return fmt::format("{} (compute capability {}.{}), {} SMs, {:.1f} GiB", info->name, info->major,
+                     info->minor, info->sms, static_cast<double>(info->memory_bytes) / 0x1p30);
 }
 
 Gpus find_gpus() {

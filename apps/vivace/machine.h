@@ -3,6 +3,9 @@
 #include <cstdint>
 #include <string>
 
+#include "vivace/status.h"
+#include "vivace/stream.h"
+
 namespace vivace::cli {
 
 /// What the program runs on.
@@ -16,6 +19,9 @@ struct Machine {
 Machine this_machine();
 /// One line: processor, instruction set, cores, memory.
 std::string describe(const Machine& machine);
+
+/// One line about what this stream runs on.
+Result<std::string> describe(const Stream& stream);
 
 /// The NVIDIA driver on this machine, opened and closed again.
 struct Gpus {

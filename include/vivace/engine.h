@@ -89,6 +89,9 @@ struct EngineOptions {
   int64_t max_waiting = 4096;   ///< more are refused with resource_exhausted
   bool prefix_cache = true;
   uint64_t seed = 0;  ///< of the generator that seeds requests without a seed
+  /// Gets lines about what may surprise, such as the rows that a GPU's calls fall back to; absent: nobody does. Called
+  /// while the engine is made.
+  std::function<void(const std::string&)> log;
 };
 
 struct EngineStats {

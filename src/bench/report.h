@@ -20,6 +20,9 @@ struct RowUse {
   std::vector<Refusal> refused;  ///< the rows tried before it, each with its reason
 };
 
+/// A table of them, each with its calls and its reasons.
+std::string rows_text(const std::vector<RowUse>& rows);
+
 /// A finished run with everything that is needed to repeat it.
 struct Report {
   std::string model;          ///< as given

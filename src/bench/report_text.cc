@@ -21,6 +21,21 @@ std::string why(const RowUse& use) {
 
 }  // namespace
 
+std::string rows_text(const std::vector<RowUse>& rows) {
+  size_t op_width = 8, row_width = 3;
+  for (const RowUse& use : rows) {
+    op_width = std::max(op_width, use.op.size());
+    row_width = std::max(row_width, use.row.size());
+  }
+  std::string out = fmt::format("{:<{}}  {:<{}}  {:>10}  {}\n", "operator", op_width, "row", row_width,
+                                "calls", "why not a row before it");
+  for (const RowUse& use : rows) {
+    out += fmt::format("{:<{}}  {:<{}}  {:>10}  {}\n", use.op, op_width, use.row, row_width, use.calls,
+                       why(use));
+  }
+  return out;
+}
+
 std::string to_text(const Report& report) {
   const Metrics& m = report.metrics;
   std::string out = fmt::format("{:<26}{:>10}{:>10}{:>10}\n", "latency (ms)", "median", "P90", "P99");
@@ -40,18 +55,7 @@ std::string to_text(const Report& report) {
   out += fmt::format("{:<26}{:>10.1f} MiB, of which the model file maps {:.1f}\n", "peak memory",
                      static_cast<double>(report.peak_memory_bytes) / 0x1p20,
                      static_cast<double>(report.mapped_bytes) / 0x1p20);
-  size_t op_width = 8, row_width = 3;
-  for (const RowUse& use : report.rows) {
-    op_width = std::max(op_width, use.op.size());
-    row_width = std::max(row_width, use.row.size());
-  }
-  out += fmt::format("\n{:<{}}  {:<{}}  {:>10}  {}\n", "operator", op_width, "row", row_width, "calls",
-                     "why not a row before it");
-  for (const RowUse& use : report.rows) {
-    out += fmt::format("{:<{}}  {:<{}}  {:>10}  {}\n", use.op, op_width, use.row, row_width, use.calls,
-                       why(use));
-  }
-  return out;
+  return out + "\n" + rows_text(report.rows);
 }
 
 }  // namespace vivace::bench

@@ -35,7 +35,9 @@ struct Live {
   Engine::Sink sink;
   Generation generation;
   PageChain chain;
-  int64_t computed = 0;   ///< tokens with keys and values in the chain
+  int64_t computed = 0;   ///< tokens with keys and values in the chain once what is in flight is over
+  int64_t drawing = 0;    ///< tokens that steps in flight draw
+  int64_t row = 0;        ///< of the one that the step enqueued last draws, among its samples
   int64_t delivered = 0;  ///< tokens that the sink has seen
   bool started = false;   ///< it has run before; a preempted request stays started
   PrefixHit hit;          ///< while it waits: valid from planning a step until admission in it
@@ -72,7 +74,7 @@ class EngineImpl final : public Engine {
   ~EngineImpl() override;
 
   Result<RequestId> submit(Request request, Sink sink) override;
-  Result<RequestId> enqueue(Request request, Sink sink);
+  Result<RequestId> accept(Request request, Sink sink);
   void cancel(RequestId request) override;
   void drain() override;
   EngineStats stats() const override;
@@ -84,12 +86,23 @@ class EngineImpl final : public Engine {
  private:
   using LivePtr = std::shared_ptr<Live>;
 
+  bool idle() const { return running_.empty() && waiting_.empty() && flight_.lives.empty(); }
   bool on_engine_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
-  // The engine thread. One step is plan, prepare, run, collect; only run touches the device, and only collect
-  // needs its result.
+  /// A step from being enqueued to being collected.
+  struct Flight {
+    StepPlan plan;
+    std::vector<LivePtr> lives;  ///< the request of each work item; none: no step
+    Status status;               ///< not ok: it was not enqueued
+  };
+
+  // The engine thread. One step is plan, prepare, fill, enqueue, finish, collect; only enqueue and finish touch the
+  // device, and only collect needs the result. With a runner that overlaps, the first four of a step come before the
+  // last two of the step before.
   void loop();
   void step();
+  Flight launch();
+  void land(Flight flight);
   void fail(const Status& status);
   bool take_mail();
   StepPlan plan();
@@ -99,7 +112,8 @@ class EngineImpl final : public Engine {
   void preempt(RequestId id);
   void admit(const LivePtr& live, int64_t start);
   StepInput fill(const StepPlan& plan);
-  Status run(const StepInput& input);
+  Status enqueue(const StepPlan& plan);
+  Status finish(const StepPlan& plan);
   void collect(const StepPlan& plan, const Status& status);
   void audit();
 
@@ -120,7 +134,8 @@ class EngineImpl final : public Engine {
   KvPages kv_;
   std::vector<LivePtr> running_;
   std::deque<LivePtr> waiting_;
-  std::vector<LivePtr> step_;  ///< the request of each work item; none before the plan is made
+  std::vector<LivePtr> step_;  ///< whose work an exception would hit; none before a plan is made
+  Flight flight_;              ///< between two calls of step()
   StepArrays arrays_;
   std::vector<Sampled> sampled_;
   std::vector<TokenEvent> events_;
@@ -175,10 +190,10 @@ EngineImpl::~EngineImpl() {
 }
 
 Result<RequestId> EngineImpl::submit(Request request, Sink sink) {
-  return guarded("engine: submit", [&] { return enqueue(std::move(request), std::move(sink)); });
+  return guarded("engine: submit", [&] { return accept(std::move(request), std::move(sink)); });
 }
 
-Result<RequestId> EngineImpl::enqueue(Request request, Sink sink) {
+Result<RequestId> EngineImpl::accept(Request request, Sink sink) {
   if (!sink) return invalid_argument("engine: submit needs a sink, got none");
   VIVACE_TRY_ASSIGN(const int64_t max_tokens, check_request(request, vocab(), max_model_len_));
   const std::optional<uint64_t> seed = request.sampling.seed;
@@ -251,7 +266,7 @@ void EngineImpl::loop() {
     step_.clear();
     try {
       runs = take_mail();
-      if (runs && !(running_.empty() && waiting_.empty())) step();
+      if (runs && !idle()) step();
     } catch (...) {
       Status status;
       try {
@@ -264,18 +279,51 @@ void EngineImpl::loop() {
 }
 
 void EngineImpl::step() {
-  const StepPlan next = plan();
+  Flight over = launch();
+  if (runner_->overlaps()) std::swap(over, flight_);
+  land(std::move(over));
+  if (!flight_.status.ok()) land(std::exchange(flight_, {}));  // it never flew
+}
+
+/// Plans the next step and starts it.
+EngineImpl::Flight EngineImpl::launch() {
+  Flight next{.plan = plan(), .lives = {}, .status = {}};
+  if (hooks_.on_plan) hooks_.on_plan(next.plan);
+  if (next.plan.work.empty() && !flight_.lives.empty()) {  // all depends on what is in flight
+    for (const uint64_t id : next.plan.preempted) preempt(id);
+    return {};
+  }
   ++counts_.steps;
-  if (hooks_.on_plan) hooks_.on_plan(next);
-  const Status ready = prepare(next);
+  next.status = prepare(next.plan);
   publish_counts();
-  collect(next, ready.ok() ? run(fill(next)) : ready);
+  if (next.status.ok()) next.status = enqueue(next.plan);
+  if (next.status.ok()) {
+    int64_t row = 0;
+    for (size_t i = 0; i < step_.size(); ++i) {
+      const Work& work = next.plan.work[i];
+      Live& live = *step_[i];
+      live.computed = work.start + work.tokens;
+      if (!work.samples) continue;
+      ++live.drawing;
+      live.row = row++;
+    }
+  }
+  next.lives = std::move(step_);
+  step_.clear();
+  return next;
+}
+
+/// Ends a step: waits for it and hands out what it drew.
+void EngineImpl::land(Flight flight) {
+  if (flight.lives.empty()) return;
+  step_ = std::move(flight.lives);
+  collect(flight.plan, flight.status.ok() ? finish(flight.plan) : flight.status);
   publish_counts();
   audit();
 }
 
 /// Ends the requests of the step that threw; where there was no plan yet, all, so that the same work cannot throw for
-/// ever. Allocates nothing.
+/// ever. A step in flight stays there and is collected for nobody. Allocates nothing.
 void EngineImpl::fail(const Status& status) {
   const std::vector<LivePtr> blamed = std::exchange(step_, {});
   for (const LivePtr& live : blamed)
@@ -298,8 +346,7 @@ bool EngineImpl::take_mail() {
   bool sweep = false, stop = false;
   {
     std::unique_lock lock(mutex_);
-    if (running_.empty() && waiting_.empty())
-      wake_.wait(lock, [&] { return stopping_ || cancels_ || !submitted_.empty(); });
+    if (idle()) wake_.wait(lock, [&] { return stopping_ || cancels_ || !submitted_.empty(); });
     waiting_.insert(waiting_.end(), submitted_.begin(), submitted_.end());
     submitted_.clear();
     stop = stopping_;
@@ -332,7 +379,11 @@ std::vector<Sequence> EngineImpl::plan_running() {
   std::vector<Sequence> sequences;
   int64_t missing = 0;
   for (const LivePtr& live : running_) {
-    const int64_t known = std::ssize(live->generation.tokens());
+    const int64_t drawn = std::ssize(live->generation.output()) + live->drawing;
+    const int64_t known =
+        drawn == live->max_tokens  // the last it may have is being drawn and will not be computed
+            ? live->computed
+            : std::ssize(live->generation.prompt()) + drawn;
     sequences.push_back(
         {.id = live->id, .known = known, .computed = live->computed, .pages = std::ssize(live->chain.pages)});
     missing += pages_for(known, limits_.page_tokens) - sequences.back().pages;
@@ -349,6 +400,8 @@ std::vector<Sequence> EngineImpl::plan_waiting() {
   int64_t tokens = limits_.token_budget, pages = kv_.available();
   for (const LivePtr& live : waiting_) {
     if (places-- <= 0 || tokens <= 0 || pages < 0) break;
+    if (live->drawing > 0)
+      break;  // preempted for a step that could not start: its last token is not known yet
     const std::span<const int32_t> known = live->generation.tokens();
     // At least one token is computed: its logits are what the request waits for.
     live->hit = kv_.find(live->generation.request().cache_salt, known, std::ssize(known) - 1);
@@ -434,7 +487,8 @@ StepInput EngineImpl::fill(const StepPlan& plan) {
     const std::span<const int32_t> known = live.generation.tokens();
     for (int64_t position = work.start; position < work.start + work.tokens; ++position) {
       const int64_t page = live.chain.pages[static_cast<size_t>(position / limits_.page_tokens)];
-      a.token_ids.push_back(known[static_cast<size_t>(position)]);
+      a.token_ids.push_back(position < std::ssize(known) ? known[static_cast<size_t>(position)]
+                                                         : static_cast<int32_t>(-1 - live.row));
       a.positions.push_back(static_cast<int32_t>(position));
       a.slots.push_back(page * limits_.page_tokens + position % limits_.page_tokens);
     }
@@ -443,13 +497,14 @@ StepInput EngineImpl::fill(const StepPlan& plan) {
     a.page_table.insert(a.page_table.end(), live.chain.pages.begin(), live.chain.pages.end());
     a.page_table.resize((i + 1) * max_pages, -1);
     if (!work.samples) continue;
+    const int64_t drawn = std::ssize(live.generation.output()) + live.drawing;
     a.samples.push_back({.row = std::ssize(a.token_ids) - 1,
                          .params = &live.generation.request().sampling,
                          .seed = live.seed,
-                         .position = std::ssize(live.generation.output()),
+                         .position = drawn,
                          .prompt_ids = live.generation.prompt(),
                          .output_ids = live.generation.output(),
-                         .banned_ids = live.generation.banned_ids(),
+                         .banned_ids = live.generation.banned_ids(drawn),
                          .request = live.id});
   }
   return {.token_ids = a.token_ids,
@@ -463,18 +518,25 @@ StepInput EngineImpl::fill(const StepPlan& plan) {
           .samples = a.samples};
 }
 
-Status EngineImpl::run(const StepInput& input) {
+Status EngineImpl::enqueue(const StepPlan& plan) {
+  const StepInput input = fill(plan);
+  return guarded("engine: a step failed", [&] { return runner_->enqueue(input); });
+}
+
+Status EngineImpl::finish(const StepPlan& plan) {
   sampled_.clear();
-  VIVACE_TRY(guarded("engine: a step failed", [&] { return runner_->step(input, sampled_); }));
-  if (sampled_.size() != input.samples.size())
-    return error(Code::internal, "engine: a step returned {} tokens, needs {}", sampled_.size(),
-                 input.samples.size());
+  VIVACE_TRY(guarded("engine: a step failed", [&] { return runner_->finish(sampled_); }));
+  const auto samples = static_cast<size_t>(std::ranges::count(plan.work, true, &Work::samples));
+  if (sampled_.size() != samples)
+    return error(Code::internal, "engine: a step returned {} tokens, needs {}", sampled_.size(), samples);
   return {};
 }
 
+/// For the requests of step_ that have not ended since the step was planned: what it drew for those does not exist.
 void EngineImpl::collect(const StepPlan& plan, const Status& status) {
   if (!status.ok()) {
-    for (const LivePtr& live : step_) end(*live, FinishReason::error, status);
+    for (const LivePtr& live : step_)
+      if (live->sink) end(*live, FinishReason::error, status);
     return;
   }
   size_t sample = 0;
@@ -483,11 +545,12 @@ void EngineImpl::collect(const StepPlan& plan, const Status& status) {
     Live& live = *step_[i];
     const auto drawn = std::span<const Sampled>(sampled_).subspan(sample, work.samples ? 1 : 0);
     sample += drawn.size();
-    live.computed = work.start + work.tokens;
-    // Keys and values that led to NaN are not offered to others.
-    if (std::ranges::all_of(drawn, &Sampled::valid))
+    live.drawing -= std::ssize(drawn);
+    if (!live.sink) continue;
+    // Keys and values that led to NaN are not offered to others; one preempted since has no pages.
+    if (std::ranges::all_of(drawn, &Sampled::valid) && !live.chain.pages.empty())
       kv_.publish(live.chain, live.generation.request().cache_salt,
-                  live.generation.tokens().first(static_cast<size_t>(live.computed)));
+                  live.generation.tokens().first(static_cast<size_t>(work.start + work.tokens)));
     if (live.cancelled) continue;  // the next sweep ends it
     events_.clear();
     live.generation.append(drawn, events_);

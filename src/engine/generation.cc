@@ -37,8 +37,8 @@ Generation::Generation(Request request, int64_t max_tokens, std::span<const int3
   if (!request_.stop.empty()) stops_.emplace(request_.stop);
 }
 
-std::span<const int32_t> Generation::banned_ids() const {
-  if (std::ssize(output()) >= request_.min_tokens) return {};
+std::span<const int32_t> Generation::banned_ids(int64_t position) const {
+  if (position >= request_.min_tokens) return {};
   return end_ids_;
 }
 

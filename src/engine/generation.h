@@ -34,8 +34,8 @@ class Generation {
   std::span<const int32_t> tokens() const { return tokens_; }
   std::span<const int32_t> prompt() const { return tokens().first(static_cast<size_t>(prompt_tokens_)); }
   std::span<const int32_t> output() const { return tokens().subspan(static_cast<size_t>(prompt_tokens_)); }
-  /// What must not be drawn next.
-  std::span<const int32_t> banned_ids() const;
+  /// What must not be drawn as output token `position`, counted from 0.
+  std::span<const int32_t> banned_ids(int64_t position) const;
   Usage usage() const;
   bool finished() const { return finished_; }
 

@@ -1,6 +1,8 @@
 #include "src/engine/model_runner.h"
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <set>
 #include <utility>
@@ -22,30 +24,64 @@ namespace {
 constexpr int64_t kDefaultFullRequests = 8;
 constexpr int64_t kCachedRequests = 64;
 
-class ModelRunner final : public Runner {
+/// How often a captured step calls one row of a table.
+struct Calls {
+  int op = 0, row = 0;  ///< positions in operators() and its rows
+  int64_t count = 0;
+};
+
+struct Replay {
+  std::unique_ptr<device::Graph> graph;
+  std::vector<Calls> calls;
+};
+
+std::vector<Calls> calls_between(const std::vector<RowCount>& before, const std::vector<RowCount>& after) {
+  const std::vector<OpInfo>& ops = operators();
+  std::vector<Calls> calls;
+  for (const RowCount& now : after) {
+    int64_t count = now.calls;
+    for (const RowCount& then : before) {
+      if (then.op == now.op && then.row == now.row) count -= then.calls;
+    }
+    const auto op = std::ranges::find(ops, now.op, &OpInfo::name);
+    const auto row = std::ranges::find(op->rows, now.row, &RowInfo::name);
+    calls.push_back({static_cast<int>(op - ops.begin()), static_cast<int>(row - op->rows.begin()), count});
+  }
+  return calls;
+}
+
+class DecoderRunner final : public ModelRunner {
  public:
-  ModelRunner(std::shared_ptr<const model::Checkpoint> checkpoint, std::unique_ptr<Compute> compute)
+  DecoderRunner(std::shared_ptr<const model::Checkpoint> checkpoint, std::unique_ptr<Compute> compute)
       : checkpoint_(std::move(checkpoint)), compute_(std::move(compute)) {}
-  ~ModelRunner() override {
+  ~DecoderRunner() override {
     // Nothing may still read what is about to be freed.
     if (on_gpu()) (void)device::synchronize(stream());
   }
 
-  Status prepare(const EngineOptions& options);
+  Status prepare(const EngineOptions& options, int64_t pages);
 
-  Status step(const StepInput& input, std::vector<Sampled>& sampled) override;
+  Status enqueue(const StepInput& input) override;
+  Status finish(std::vector<Sampled>& sampled) override { return samples_->collect(sampled); }
+  bool overlaps() const override { return on_gpu(); }  // a CPU would compute both on the same cores
   int64_t vocab() const override { return model_->config().vocab; }
   int64_t max_model_len() const override { return model_->max_model_len(); }
   int64_t pages() const override { return pages_; }
   int64_t page_tokens() const override { return model_->options().page_tokens; }
   std::span<const int32_t> eos_ids() const override { return model_->config().eos_ids; }
   Dispatch& dispatch() override { return dispatch_; }
+  model::Model& model() override { return *model_; }
+  Stream stream() override { return compute_->stream(&dispatch_); }
+  void observe_routes(model::Model::RouteObserver observer) override {
+    observed_ = observer != nullptr;
+    model_->observe_routes(std::move(observer));
+  }
 
  private:
   bool on_gpu() const { return compute_->device().device == Device::cuda; }
-  Stream stream() { return compute_->stream(&dispatch_); }
   Result<int64_t> available_bytes() const;
-  Status enqueue(const StepInput& input, const Tensor& logits, const Stream& stream);
+  void log_fallbacks(const std::function<void(const std::string&)>& log);
+  Status run_staged(bool decodes_alone, const Tensor& logits, const Stream& stream);
   Status compute_and_sample(const Tensor& logits, const Stream& stream);
 
   std::shared_ptr<const model::Checkpoint> checkpoint_;
@@ -53,14 +89,15 @@ class ModelRunner final : public Runner {
   Dispatch dispatch_;
   std::unique_ptr<model::Model> model_;
   int64_t pages_ = 0;
+  bool observed_ = false;
   model::Memory logits_, sampler_scratch_;  // [max_requests, vocab] f32; u8
   std::unique_ptr<SampleBatch> samples_;
-  std::map<SampleBatch::Shape, std::unique_ptr<device::Graph>> graphs_;  // of decode steps on a GPU
-  std::set<SampleBatch::Shape> seen_;  // shapes of decode steps that came before
+  std::map<SampleBatch::Shape, Replay> replays_;  // of decode steps on a GPU
+  std::set<SampleBatch::Shape> seen_;             // shapes of decode steps that came before
   std::vector<int64_t> logit_rows_;  // of the step that runs
 };
 
-Result<int64_t> ModelRunner::available_bytes() const {
+Result<int64_t> DecoderRunner::available_bytes() const {
   if (!on_gpu()) return cpu::available_memory_bytes();
   // Activations, scratch and the sampler's arrays come after the pages; they are small beside a GPU's memory.
   constexpr int64_t kReserve = int64_t{4} << 30;
@@ -68,19 +105,27 @@ Result<int64_t> ModelRunner::available_bytes() const {
   return std::max<int64_t>(1, memory.first - kReserve);
 }
 
-Status ModelRunner::prepare(const EngineOptions& options) {
+Status DecoderRunner::prepare(const EngineOptions& options, int64_t pages) {
   if (!options.prefer.empty()) VIVACE_TRY(dispatch_.prefer(options.prefer));
   model::ModelOptions model_options = model_options_of(options);
   model_options.device = compute_->device().device;
   model_options.ordinal = compute_->device().ordinal;
   VIVACE_TRY_ASSIGN(model_, model::Model::load(*checkpoint_, model_options));
-  const int64_t page_tokens = model_->options().page_tokens;
+  pages_ = pages;
   VIVACE_TRY_ASSIGN(const int64_t available, available_bytes());
-  VIVACE_TRY_ASSIGN(pages_, pages_of({.page_bytes = model_->page_bytes(),
-                                      .pages_per_request = (max_model_len() + page_tokens - 1) / page_tokens,
-                                      .kv_memory_bytes = options.kv_memory_bytes,
-                                      .max_batch = options.max_batch,
-                                      .available_bytes = available}));
+  if (pages > 0 && available > 0 && pages > available / model_->page_bytes()) {
+    return error(Code::out_of_memory, "{} KV pages of {} bytes are asked for, {} bytes are available", pages,
+                 model_->page_bytes(), available);
+  }
+  if (pages == 0) {
+    const int64_t page_tokens = model_->options().page_tokens;
+    VIVACE_TRY_ASSIGN(pages_,
+                      pages_of({.page_bytes = model_->page_bytes(),
+                                .pages_per_request = (max_model_len() + page_tokens - 1) / page_tokens,
+                                .kv_memory_bytes = options.kv_memory_bytes,
+                                .max_batch = options.max_batch,
+                                .available_bytes = available}));
+  }
   VIVACE_TRY(model_->allocate_pages(pages_, stream()));
 
   const int64_t rows = model_->options().max_requests;
@@ -93,38 +138,47 @@ Status ModelRunner::prepare(const EngineOptions& options) {
                           .valid = Tensor(nullptr, DType::u8, {rows}, device)};
   VIVACE_TRY_ASSIGN(const int64_t scratch, sampler_workspace_bytes(shape, stream()));
   VIVACE_TRY_ASSIGN(sampler_scratch_, model::Memory::reserve(scratch, "sampler scratch", stream()));
+  if (options.log) log_fallbacks(options.log);
   return {};
 }
 
-Status ModelRunner::compute_and_sample(const Tensor& logits, const Stream& stream) {
+void DecoderRunner::log_fallbacks(const std::function<void(const std::string&)>& log) {
+  std::vector<model::OpUse> uses =
+      model_->explain(model::Phase::decode, model_->options().max_requests, stream());
+  const int64_t chunk = std::min(model_->options().max_tokens, max_model_len());
+  std::ranges::move(model_->explain(model::Phase::prefill, chunk, stream()), std::back_inserter(uses));
+  for (const std::string& line : fallback_lines(uses)) log(line);
+}
+
+Status DecoderRunner::compute_and_sample(const Tensor& logits, const Stream& stream) {
   VIVACE_TRY(model_->enqueue(stream));
   if (logits.shape[0] == 0) return {};
   Tensor scratch;
   if (sampler_scratch_.bytes() > 0) scratch = sampler_scratch_.tensor(DType::u8, {sampler_scratch_.bytes()});
-  VIVACE_TRY(sampler(samples_->args(logits, scratch), stream));
-  return samples_->fetch(stream);
+  return sampler(samples_->args(logits, scratch), stream);
 }
 
-/// Runs the staged step. Decode steps on a GPU are replays of a graph that was captured when their shape first came.
-Status ModelRunner::enqueue(const StepInput& input, const Tensor& logits, const Stream& stream) {
-  const bool decodes_alone = input.decode_requests == input.requests() && input.requests() > 0 &&
-                             std::ssize(input.samples) == input.requests();
-  if (!on_gpu() || !decodes_alone) return compute_and_sample(logits, stream);
+/// Runs the staged step. Steps of decodes alone on a GPU are replays of a graph that was captured when their shape came
+/// for the second time: in the first, libraries may allocate or choose an algorithm, which no capture allows.
+Status DecoderRunner::run_staged(bool decodes_alone, const Tensor& logits, const Stream& stream) {
+  if (!on_gpu() || !decodes_alone || observed_) return compute_and_sample(logits, stream);
   const SampleBatch::Shape key = samples_->shape();
-  std::unique_ptr<device::Graph>& graph = graphs_[key];
-  if (graph == nullptr) {
-    // The first of a shape runs without a graph: libraries may allocate or choose an algorithm, which no capture allows.
-    if (!seen_.insert(key).second) {
-      VIVACE_TRY_ASSIGN(graph, device::Graph::capture(stream, [&](const Stream& s) { return compute_and_sample(logits, s); }));
-    } else {
-      return compute_and_sample(logits, stream);
-    }
+  if (seen_.insert(key).second) return compute_and_sample(logits, stream);
+  Replay& replay = replays_[key];
+  if (replay.graph == nullptr) {
+    const std::vector<RowCount> before = dispatch_.counts();
+    VIVACE_TRY_ASSIGN(replay.graph, device::Graph::capture(stream, [&](const Stream& s) {
+                        return compute_and_sample(logits, s);
+                      }));
+    replay.calls = calls_between(before, dispatch_.counts());  // these are counted
+  } else {
+    for (const Calls& calls : replay.calls)
+      for (int64_t i = 0; i < calls.count; ++i) dispatch_.count(calls.op, calls.row);
   }
-  return graph->launch(stream);
+  return replay.graph->launch(stream);
 }
 
-Status ModelRunner::step(const StepInput& input, std::vector<Sampled>& sampled) {
-  sampled.clear();
+Status DecoderRunner::enqueue(const StepInput& input) {
   const auto rows = static_cast<int64_t>(input.samples.size());
   if (rows > model_->options().max_requests) {
     return invalid_argument("step: {} samples, needs at most {}", rows, model_->options().max_requests);
@@ -141,20 +195,34 @@ Status ModelRunner::step(const StepInput& input, std::vector<Sampled>& sampled) 
                             .page_table = input.page_table,
                             .max_pages = input.max_pages,
                             .decode_requests = input.decode_requests,
-                            .logit_rows = logit_rows_},
+                            .logit_rows = logit_rows_,
+                            .previous_ids = on_gpu() ? samples_->last_ids() : Tensor()},
                            logits, stream));
   VIVACE_TRY(samples_->stage(input.samples, stream));
-  Status status = enqueue(input, logits, stream);
-  if (status.ok() && on_gpu()) status = device::synchronize(stream);
-  if (!status.ok()) {
-    samples_->forget();
-    return status;
-  }
-  samples_->collect(sampled);
-  return {};
+  const bool decodes_alone =
+      rows > 0 && input.decode_requests == input.requests() && rows == input.requests();
+  VIVACE_TRY(run_staged(decodes_alone, logits, stream));
+  return samples_->fetch(stream);
 }
 
 }  // namespace
+
+std::vector<std::string> fallback_lines(const std::vector<model::OpUse>& uses) {
+  const auto on_gpu = [](std::string_view row) {
+    return row.starts_with("cuda.") || row.starts_with("sm90.");
+  };
+  std::vector<std::string> lines;
+  for (const model::OpUse& use : uses) {
+    if (!on_gpu(use.choice.row)) continue;
+    for (const Refusal& refusal : use.choice.refused) {
+      if (!on_gpu(refusal.row)) continue;
+      std::string line = fmt::format("{}: {} runs instead of {}, which {}", use.op, use.choice.row,
+                                     refusal.row, refusal.reason);
+      if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));
+    }
+  }
+  return lines;
+}
 
 model::ModelOptions model_options_of(const EngineOptions& options) {
   return {.kv_dtype = options.kv_dtype,
@@ -206,13 +274,13 @@ Result<int64_t> pages_of(const PoolSize& size) {
   return std::min<int64_t>({pages, useful, INT32_MAX});
 }
 
-Result<std::unique_ptr<Runner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
-                                                  const EngineOptions& options) {
+Result<std::unique_ptr<ModelRunner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
+                                                       const EngineOptions& options, int64_t pages) {
   VIVACE_TRY(check_options(options));
   VIVACE_TRY_ASSIGN(std::unique_ptr<Compute> compute, Compute::create(options.device, options.threads));
-  auto runner = std::make_unique<ModelRunner>(std::move(checkpoint), std::move(compute));
-  VIVACE_TRY(runner->prepare(options));
-  return std::unique_ptr<Runner>(std::move(runner));
+  auto runner = std::make_unique<DecoderRunner>(std::move(checkpoint), std::move(compute));
+  VIVACE_TRY(runner->prepare(options, pages));
+  return std::unique_ptr<ModelRunner>(std::move(runner));
 }
 
 }  // namespace vivace::engine

@@ -31,10 +31,23 @@ struct PoolSize {
 /// change.
 Result<int64_t> pages_of(const PoolSize& size);
 
+/// What is worth a line in a log: each GPU row that calls of these steps fell back to, the rows before it on the same
+/// device and why they refused, once each.
+std::vector<std::string> fallback_lines(const std::vector<model::OpUse>& uses);
+
+/// A runner over a model, with what measurements ask of it beside its steps.
+class ModelRunner : public Runner {
+ public:
+  virtual model::Model& model() = 0;
+  virtual Stream stream() = 0;
+  /// Sees the chosen experts of each MoE layer while a step is enqueued, which waits for them; null turns it off.
+  virtual void observe_routes(model::Model::RouteObserver observer) = 0;
+};
+
 /// A runner of this model on the device that the options name: binds or places its weights, makes threads or a stream, KV
-/// pages and scratch.
+/// pages (`pages` of them, or as many as pages_of() chooses) and scratch.
 /// Fails  invalid_argument, unsupported: an option is out of range; also as Model::load() and pages_of() do.
-Result<std::unique_ptr<Runner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
-                                                  const EngineOptions& options);
+Result<std::unique_ptr<ModelRunner>> make_model_runner(std::shared_ptr<const model::Checkpoint> checkpoint,
+                                                       const EngineOptions& options, int64_t pages = 0);
 
 }  // namespace vivace::engine

@@ -78,7 +78,7 @@ StepPlan plan_step(std::span<const Sequence> running, std::span<const Sequence> 
   }
   plan.decodes = static_cast<int64_t>(plan.work.size());
   for (const Sequence& sequence : running) {
-    if (sequence.known - sequence.computed == 1 || budget == 0) continue;
+    if (sequence.known - sequence.computed < 2 || budget == 0) continue;
     plan.work.push_back(next_tokens(sequence, budget, limits));
     budget -= plan.work.back().tokens;
   }

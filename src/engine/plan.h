@@ -7,13 +7,15 @@
 
 namespace vivace::engine {
 
-/// What the planner knows of one request. `known` tokens have ids (prompt and output so far), the first
-/// `computed` of them have keys and values. A step computes the next ones; the step that computes the last
-/// known token draws a new one.
+/// What the planner knows of one request. `known` tokens have ids (prompt and output so far) or will have one
+/// when the step in flight is over, the first `computed` of them have keys and values. A step computes the
+/// next ones; the step that computes the last known token draws a new one.
 struct Sequence {
   uint64_t id = 0;
   int64_t known = 0;
-  int64_t computed = 0;  ///< < known. Waiting: tokens of the prefix cache it would start with
+  int64_t computed =
+      0;  ///< < known, or equal: it only waits for its last token. Waiting: tokens of the prefix cache it
+          ///< would start with
   int64_t pages = 0;     ///< it holds. Waiting: cached pages it would take
   int64_t sole_pages =
       0;  ///< running: pages nobody else holds. Waiting: of `pages`, those nobody holds (idle)
@@ -68,7 +70,7 @@ int64_t pages_for(int64_t tokens, int64_t page_tokens);
 /// `limits.pages`. So the oldest advances with every step, and no two preempt each other for ever.
 ///
 /// `free_pages` may be allocated (idle cached pages included). `waiting` may be cut to the few that could be
-/// admitted.
+/// admitted. The plan has no work when those that run only wait for their last tokens and nobody can be admitted.
 StepPlan plan_step(std::span<const Sequence> running, std::span<const Sequence> waiting, int64_t free_pages,
                    const Limits& limits);
 

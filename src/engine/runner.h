@@ -19,16 +19,19 @@ struct SampleSlot {
   int64_t position;  ///< of the token to be drawn: counts generated tokens from 0; the draw depends on (seed,
                      ///< position) only
   std::span<const int32_t> prompt_ids;  ///< for penalties
-  std::span<const int32_t> output_ids;  ///< generated so far
+  std::span<const int32_t>
+      output_ids;  ///< generated so far and known: while a step is in flight that draws a token of
+                   ///< this request, `position` is one more than there are
   std::span<const int32_t> banned_ids;  ///< end tokens before min_tokens
-  RequestId request = 0;                ///< the same in all steps of a request, and no other's
+  RequestId request = 0;  ///< the same in all steps of a request, and no other's; one of a failed step ends
 };
 
 /// What one step computes: the tokens of several requests, laid end to end, and where their keys and values
 /// live. Request i owns tokens [query_start[i], query_start[i + 1]); `kv_lengths` counts its keys after this
 /// step. The first `decode_requests` requests have one token each, the rest are prompt chunks.
 struct StepInput {
-  std::span<const int32_t> token_ids;
+  std::span<const int32_t>
+      token_ids;  ///< -1 - i: what sample slot i of the step before draws, which is in flight
   std::span<const int32_t> positions;    ///< of each token in its request
   std::span<const int64_t> slots;        ///< page * page_tokens + offset for each token
   std::span<const int32_t> query_start;  ///< requests + 1
@@ -51,11 +54,20 @@ struct Sampled {
 
 /// Executes steps: a model with its KV pages on a device. The engine thread alone calls it; tests use a
 /// scripted one.
+///
+/// Steps take effect in the order in which they were enqueued: a step sees what all before it wrote into the pages, and
+/// nothing of those after it. So a page may change hands while a step that uses it is in flight.
 class Runner {
  public:
+  /// Waits for what is in flight.
   virtual ~Runner() = default;
-  /// One result per sample slot, in order. An error fails the requests of this step.
-  virtual Status step(const StepInput& input, std::vector<Sampled>& sampled) = 0;
+  /// Starts a step; keeps nothing of `input`. An error fails the requests of this step, and no finish() belongs to it.
+  virtual Status enqueue(const StepInput& input) = 0;
+  /// Waits for the oldest step in flight: one result per sample slot, in order. An error fails the requests of that
+  /// step.
+  virtual Status finish(std::vector<Sampled>& sampled) = 0;
+  /// Whether a step may be enqueued while one is in flight. If not, each is finished before the next.
+  virtual bool overlaps() const = 0;
   virtual int64_t vocab() const = 0;
   virtual int64_t max_model_len() const = 0;
   virtual int64_t pages() const = 0;

@@ -82,72 +82,87 @@ Result<std::unique_ptr<SampleBatch>> SampleBatch::create(int64_t max_rows, int64
   const int64_t result_bytes = lay_out_results(nullptr, stream.device, max_rows).second;
   VIVACE_TRY_ASSIGN(batch->results_memory_, model::Memory::reserve(result_bytes, "sampler results", stream));
   batch->results_ = lay_out_results(batch->results_memory_.data(), stream.device, max_rows).first;
-  batch->fetched_ = batch->results_;
-  if (stream.device == Device::cuda) {
-    VIVACE_TRY_ASSIGN(batch->fetched_memory_, device::Buffer::pinned(result_bytes));
-    batch->fetched_ =
-        lay_out_results(static_cast<uint8_t*>(batch->fetched_memory_.data()), Device::cpu, max_rows).first;
+  for (Turn& turn : batch->turns_) {
+    turn.results = batch->results_;
+    if (stream.device == Device::cpu) continue;
+    VIVACE_TRY_ASSIGN(turn.results_memory, device::Buffer::pinned(result_bytes));
+    turn.results =
+        lay_out_results(static_cast<uint8_t*>(turn.results_memory.data()), Device::cpu, max_rows).first;
+    VIVACE_TRY_ASSIGN(turn.staged, device::Event::create(stream.ordinal));
+    VIVACE_TRY_ASSIGN(turn.fetched, device::Event::create(stream.ordinal));
   }
   constexpr int64_t kBiasesPerRow = 16;
   VIVACE_TRY(batch->reserve(max_rows * kBiasesPerRow, stream));
   return batch;
 }
 
-/// Room for so many biases. Nothing may be running that reads the arrays.
+/// Room for so many biases. Waits for what is in flight where there was too little, which happens a few times in a run.
 Status SampleBatch::reserve(int64_t biases, const Stream& stream) {
   if (biases <= bias_capacity_) return {};
   if (stream.device == Device::cuda) VIVACE_TRY(device::synchronize(stream));
   const int64_t bytes = lay_out(nullptr, stream.device, max_rows_, biases).second;
   VIVACE_TRY_ASSIGN(there_memory_, model::Memory::reserve(bytes, "sampler parameters", stream));
   there_ = lay_out(there_memory_.data(), stream.device, max_rows_, biases).first;
-  here_ = there_;
-  if (stream.device == Device::cuda) {
-    VIVACE_TRY_ASSIGN(here_memory_, device::Buffer::pinned(bytes));
-    here_ = lay_out(static_cast<uint8_t*>(here_memory_.data()), Device::cpu, max_rows_, biases).first;
+  for (Turn& turn : turns_) {
+    turn.here = there_;
+    if (stream.device == Device::cpu) continue;
+    VIVACE_TRY_ASSIGN(turn.here_memory, device::Buffer::pinned(bytes));
+    turn.here = lay_out(static_cast<uint8_t*>(turn.here_memory.data()), Device::cpu, max_rows_, biases).first;
   }
   bias_capacity_ = biases;
   ++shape_.generation;
   return {};
 }
 
-Status SampleBatch::fill_state(int64_t state, const SampleSlot& slot, const Stream& stream) {
-  const int64_t bits_bytes = words() * 4, counts_bytes = vocab_ * 4;
-  uint8_t* bits_there = prompt_bits_.data() + state * bits_bytes;
-  uint8_t* counts_there = output_counts_.data() + state * counts_bytes;
-  const bool on_cpu = stream.device == Device::cpu;
-  if (!on_cpu) state_row_.resize(static_cast<size_t>(bits_bytes + counts_bytes));
-  auto* bits = reinterpret_cast<uint32_t*>(on_cpu ? bits_there : state_row_.data());
-  auto* counts = reinterpret_cast<int32_t*>(on_cpu ? counts_there : state_row_.data() + bits_bytes);
+void SampleBatch::fill_state(uint32_t* bits, int32_t* counts, const SampleSlot& slot) const {
   std::fill(bits, bits + words(), 0);
   std::fill(counts, counts + vocab_, 0);
   for (int32_t id : slot.prompt_ids) bits[id / 32] |= 1u << (id % 32);
   for (int32_t id : slot.output_ids) ++counts[id];
-  if (on_cpu) return {};
-  VIVACE_TRY(device::copy_to_device(bits_there, bits, bits_bytes, stream));
-  VIVACE_TRY(device::copy_to_device(counts_there, counts, counts_bytes, stream));
-  return device::synchronize(stream);  // state_row_ is used again; a state is filled once in a request's life
+}
+
+Status SampleBatch::fill_state(int64_t state, const SampleSlot& slot, const Stream& stream) {
+  const int64_t bits_bytes = words() * 4, counts_bytes = vocab_ * 4;
+  uint8_t* bits = prompt_bits_.data() + state * bits_bytes;
+  uint8_t* counts = output_counts_.data() + state * counts_bytes;
+  if (stream.device == Device::cpu) {
+    fill_state(reinterpret_cast<uint32_t*>(bits), reinterpret_cast<int32_t*>(counts), slot);
+    return {};
+  }
+  StateRow& row = state_rows_[next_state_row_++ % state_rows_.size()];
+  if (row.copied == nullptr) {
+    VIVACE_TRY_ASSIGN(row.memory, device::Buffer::pinned(bits_bytes + counts_bytes));
+    VIVACE_TRY_ASSIGN(row.copied, device::Event::create(stream.ordinal));
+  }
+  VIVACE_TRY(row.copied->synchronize());
+  auto* bits_here = static_cast<uint8_t*>(row.memory.data());
+  uint8_t* counts_here = bits_here + bits_bytes;
+  fill_state(reinterpret_cast<uint32_t*>(bits_here), reinterpret_cast<int32_t*>(counts_here), slot);
+  VIVACE_TRY(device::copy_to_device(bits, bits_here, bits_bytes, stream));
+  VIVACE_TRY(device::copy_to_device(counts, counts_here, counts_bytes, stream));
+  return row.copied->record(stream);
 }
 
 /// Gives each row with penalties the state of its request.
-Status SampleBatch::find_states(std::span<const SampleSlot> samples, const Stream& stream) {
-  auto* states = here_.state.as<int32_t>();
+Status SampleBatch::find_states(std::span<const SampleSlot> samples, int32_t* states, const Stream& stream) {
   std::fill(states, states + samples.size(), -1);
   for (StateOwner& owner : owners_) owner.in_step = false;
   for (size_t i = 0; i < samples.size(); ++i) {
     if (!has_penalties(*samples[i].params)) continue;
     const auto found = std::ranges::find_if(owners_, [&](const StateOwner& owner) {
-      return owner.request == samples[i].request && owner.counted == std::ssize(samples[i].output_ids);
+      return owner.request == samples[i].request && owner.counted == samples[i].position;
     });
     if (found == owners_.end() || found->in_step) continue;
     states[i] = static_cast<int32_t>(found - owners_.begin());
     found->in_step = true;
+    ++found->counted;
   }
   for (size_t i = 0; i < samples.size(); ++i) {
     if (!has_penalties(*samples[i].params) || states[i] >= 0) continue;
     const auto unused = std::ranges::find(owners_, false, &StateOwner::in_step);  // a step has at most a row per state
     states[i] = static_cast<int32_t>(unused - owners_.begin());
     VIVACE_TRY(fill_state(states[i], samples[i], stream));
-    *unused = {.request = samples[i].request, .counted = std::ssize(samples[i].output_ids), .in_step = true};
+    *unused = {.request = samples[i].request, .counted = samples[i].position + 1, .in_step = true};
   }
   return {};
 }
@@ -158,43 +173,50 @@ Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& str
   int64_t biases = 0;
   for (const SampleSlot& slot : samples) biases += std::ssize(slot.params->logit_bias) + std::ssize(slot.banned_ids);
   VIVACE_TRY(reserve(biases, stream));
+  Turn& turn = this->turn();
+  if (turn.staged != nullptr) VIVACE_TRY(turn.staged->synchronize());  // of the step before the last
+  const Parameters& here = turn.here;
   shape_.rows = rows;
   shape_.penalties = false;
   shape_.biases = biases > 0;
   shape_.logprobs = -1;
-  wanted_.clear();
+  turn.wanted.clear();
   int32_t bias = 0;
   bias_count_ = biases;
-  here_.bias_start.as<int32_t>()[0] = 0;
+  here.bias_start.as<int32_t>()[0] = 0;
   for (int64_t i = 0; i < rows; ++i) {
     const SampleSlot& slot = samples[i];
     const SamplingParams& params = *slot.params;
     shape_.penalties = shape_.penalties || has_penalties(params);
     shape_.logprobs = std::max<int64_t>(shape_.logprobs, params.logprobs);
-    wanted_.push_back(params.logprobs);
-    here_.temperature.as<float>()[i] = static_cast<float>(params.temperature);
-    here_.top_k.as<int32_t>()[i] = static_cast<int32_t>(std::min<int64_t>(params.top_k, INT32_MAX));
-    here_.top_p.as<float>()[i] = positive(params.top_p);
-    here_.min_p.as<float>()[i] = static_cast<float>(params.min_p);
-    here_.repetition.as<float>()[i] = positive(params.repetition_penalty);
-    here_.presence.as<float>()[i] = static_cast<float>(params.presence_penalty);
-    here_.frequency.as<float>()[i] = static_cast<float>(params.frequency_penalty);
-    here_.seed.as<int64_t>()[i] = static_cast<int64_t>(slot.seed);
-    here_.position.as<int64_t>()[i] = slot.position;
+    turn.wanted.push_back(params.logprobs);
+    here.temperature.as<float>()[i] = static_cast<float>(params.temperature);
+    here.top_k.as<int32_t>()[i] = static_cast<int32_t>(std::min<int64_t>(params.top_k, INT32_MAX));
+    here.top_p.as<float>()[i] = positive(params.top_p);
+    here.min_p.as<float>()[i] = static_cast<float>(params.min_p);
+    here.repetition.as<float>()[i] = positive(params.repetition_penalty);
+    here.presence.as<float>()[i] = static_cast<float>(params.presence_penalty);
+    here.frequency.as<float>()[i] = static_cast<float>(params.frequency_penalty);
+    here.seed.as<int64_t>()[i] = static_cast<int64_t>(slot.seed);
+    here.position.as<int64_t>()[i] = slot.position;
     const auto add = [&](int32_t id, float value) {
-      here_.bias_ids.as<int32_t>()[bias] = id;
-      here_.bias_values.as<float>()[bias++] = value;
+      here.bias_ids.as<int32_t>()[bias] = id;
+      here.bias_values.as<float>()[bias++] = value;
     };
     for (const auto& [id, value] : params.logit_bias) add(id, value);
     for (const int32_t id : slot.banned_ids) add(id, -std::numeric_limits<float>::infinity());
-    here_.bias_start.as<int32_t>()[i + 1] = bias;
+    here.bias_start.as<int32_t>()[i + 1] = bias;
   }
-  VIVACE_TRY(find_states(samples, stream));
+  VIVACE_TRY(find_states(samples, here.state.as<int32_t>(), stream));
+  turn.rows = rows;
+  turn.logprobs = shape_.logprobs;
   if (stream.device == Device::cpu) return {};
-  const auto* begin = static_cast<const uint8_t*>(here_.temperature.data);
-  const auto* end = static_cast<const uint8_t*>(shape_.biases ? here_.bias_values.at(0).data : here_.bias_ids.data);
+  const auto* begin = static_cast<const uint8_t*>(here.temperature.data);
+  const auto* end =
+      static_cast<const uint8_t*>(shape_.biases ? here.bias_values.at(0).data : here.bias_ids.data);
   const int64_t bytes = end - begin + (shape_.biases ? 4 * int64_t{bias} : 0);
-  return device::copy_to_device(there_.temperature.data, begin, bytes, stream);
+  VIVACE_TRY(device::copy_to_device(there_.temperature.data, begin, bytes, stream));
+  return turn.staged->record(stream);
 }
 
 SamplerArgs SampleBatch::args(const Tensor& logits, const Tensor& workspace) const {
@@ -235,32 +257,35 @@ SamplerArgs SampleBatch::args(const Tensor& logits, const Tensor& workspace) con
 }
 
 Status SampleBatch::fetch(const Stream& stream) {
-  if (stream.device == Device::cpu) return {};
-  return device::copy_to_host(fetched_memory_.data(), results_memory_.data(), results_memory_.bytes(), stream);
+  Turn& turn = this->turn();
+  if (stream.device == Device::cuda) {
+    VIVACE_TRY(device::copy_to_host(turn.results_memory.data(), results_memory_.data(),
+                                    results_memory_.bytes(), stream));
+    VIVACE_TRY(turn.fetched->record(stream));
+  }
+  ++fetched_;
+  return {};
 }
 
-void SampleBatch::collect(std::vector<Sampled>& sampled) {
-  sampled.resize(static_cast<size_t>(shape_.rows));
-  for (int64_t i = 0; i < shape_.rows; ++i) {
+Status SampleBatch::collect(std::vector<Sampled>& sampled) {
+  const Turn& turn = turns_[collected_++ % 2];
+  if (turn.fetched != nullptr) VIVACE_TRY(turn.fetched->synchronize());
+  const Results& results = turn.results;
+  sampled.resize(static_cast<size_t>(turn.rows));
+  for (int64_t i = 0; i < turn.rows; ++i) {
     Sampled& out = sampled[i];
-    out = {.id = fetched_.ids.as<int32_t>()[i], .valid = fetched_.valid.as<uint8_t>()[i] != 0, .logprob = 0, .top = {}};
-    if (wanted_[i] >= 0) out.logprob = fetched_.logprobs.as<float>()[i];
-    for (int j = 0; j < wanted_[i]; ++j) {
-      const int64_t at = i * shape_.logprobs + j;
-      if (fetched_.top_ids.as<int32_t>()[at] < 0) break;
-      out.top.push_back({fetched_.top_ids.as<int32_t>()[at], fetched_.top_logprobs.as<float>()[at]});
+    out = {.id = results.ids.as<int32_t>()[i],
+           .valid = results.valid.as<uint8_t>()[i] != 0,
+           .logprob = 0,
+           .top = {}};
+    if (turn.wanted[i] >= 0) out.logprob = results.logprobs.as<float>()[i];
+    for (int j = 0; j < turn.wanted[i]; ++j) {
+      const int64_t at = i * turn.logprobs + j;
+      if (results.top_ids.as<int32_t>()[at] < 0) break;
+      out.top.push_back({results.top_ids.as<int32_t>()[at], results.top_logprobs.as<float>()[at]});
     }
-    const int32_t state = here_.state.as<int32_t>()[i];
-    if (state < 0) continue;
-    StateOwner& owner = owners_[static_cast<size_t>(state)];
-    owner.counted = out.valid ? owner.counted + 1 : -1;
   }
-}
-
-void SampleBatch::forget() {
-  for (StateOwner& owner : owners_) {
-    if (owner.in_step) owner.counted = -1;
-  }
+  return {};
 }
 
 }  // namespace vivace::engine

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -15,13 +16,17 @@ namespace vivace::engine {
 
 /// What the sampler of an engine reads and writes, in memory where it runs: the parameters of a step's rows, the states
 /// that penalties look at, and the results. Every array has one place, whatever the step.
+///
+/// The order of calls for a step is stage(), the sampler over args(), fetch(), collect(). The first three of a step may
+/// come before the collect() of the step before; what they share on the host exists twice.
 class SampleBatch {
  public:
   /// For at most `max_rows` rows of `vocab` logits.
   static Result<std::unique_ptr<SampleBatch>> create(int64_t max_rows, int64_t vocab, const Stream& stream);
 
-  /// Brings the parameters of these rows to their places. A request with penalties that starts, or comes back after it
-  /// lost its state to another, gets a state filled from its tokens.
+  /// Brings the parameters of these rows to their places. A request with penalties that starts, or comes back
+  /// after it lost its state to another, gets a state filled from its tokens. From then on the sampler itself
+  /// counts what it draws into the state, so a request whose step failed must not come back.
   Status stage(std::span<const SampleSlot> samples, const Stream& stream);
   /// The call over the staged rows; `workspace` and `logits` are the caller's.
   SamplerArgs args(const Tensor& logits, const Tensor& workspace) const;
@@ -34,12 +39,12 @@ class SampleBatch {
     auto operator<=>(const Shape&) const = default;
   };
   const Shape& shape() const { return shape_; }
-  /// Enqueues the copy of the results to the host; nothing to do on the CPU.
+  /// The ids of the step that fetch() saw last, i32 [its rows]; they stay until the next sampler writes them.
+  Tensor last_ids() const { return results_.ids.rows(0, turns_[(fetched_ + 1) % 2].rows); }
+  /// Enqueues the copy of the results to the host.
   Status fetch(const Stream& stream);
-  /// After fetch() has ended: one result per staged row, and the states count what was drawn.
-  void collect(std::vector<Sampled>& sampled);
-  /// After a call that failed: its states count for nobody.
-  void forget();
+  /// Waits for the oldest fetch() that was not collected: one result per row of its step.
+  Status collect(std::vector<Sampled>& sampled);
 
  private:
   /// The arrays of all rows over one piece of memory.
@@ -56,29 +61,47 @@ class SampleBatch {
   };
   struct StateOwner {
     RequestId request = 0;
-    int64_t counted = -1;  ///< of its output tokens; -1: nobody's state
+    int64_t counted = -1;  ///< output tokens in the state when what is enqueued is over; -1: nobody's state
     bool in_step = false;
+  };
+  /// What the host has of a step. Two steps take turns.
+  struct Turn {
+    int64_t rows = 0, logprobs = -1;
+    std::vector<int> wanted;  ///< alternatives per row; -1: no log-probability
+    Parameters here;
+    Results results;
+    // On a GPU: both are pinned memory.
+    device::Buffer here_memory, results_memory;
+    std::unique_ptr<device::Event> staged, fetched;
+  };
+  /// A state on its way to a GPU, in pinned memory.
+  struct StateRow {
+    device::Buffer memory;
+    std::unique_ptr<device::Event> copied;
   };
 
   SampleBatch(int64_t max_rows, int64_t vocab) : max_rows_(max_rows), vocab_(vocab) {}
   Status reserve(int64_t biases, const Stream& stream);
   static std::pair<Parameters, int64_t> lay_out(uint8_t* memory, Device device, int64_t rows, int64_t biases);
   static std::pair<Results, int64_t> lay_out_results(uint8_t* memory, Device device, int64_t rows);
-  Status find_states(std::span<const SampleSlot> samples, const Stream& stream);
+  Status find_states(std::span<const SampleSlot> samples, int32_t* states, const Stream& stream);
   Status fill_state(int64_t state, const SampleSlot& slot, const Stream& stream);
+  void fill_state(uint32_t* bits, int32_t* counts, const SampleSlot& slot) const;
+  Turn& turn() { return turns_[fetched_ % 2]; }
   int64_t words() const { return (vocab_ + 31) / 32; }
 
   int64_t max_rows_, vocab_, bias_capacity_ = 0, bias_count_ = 0;
   Shape shape_;
-  std::vector<int> wanted_;  ///< alternatives per staged row; -1: no log-probability
+  int64_t fetched_ = 0, collected_ = 0;  ///< steps
 
-  // On the CPU `there` is `here`. On a GPU `here` is pinned.
+  // On the CPU the turns' arrays are these.
   model::Memory there_memory_, results_memory_, prompt_bits_, output_counts_;
-  device::Buffer here_memory_, fetched_memory_;
-  Parameters here_, there_;
-  Results results_, fetched_;
+  Parameters there_;
+  Results results_;
+  std::array<Turn, 2> turns_;
   std::vector<StateOwner> owners_;
-  std::vector<uint8_t> state_row_;  ///< a state while it is filled
+  std::array<StateRow, 4> state_rows_;  ///< as many states are filled without waiting
+  size_t next_state_row_ = 0;
 };
 
 }  // namespace vivace::engine

@@ -9,9 +9,11 @@
 #include "src/core/error.h"
 #include "src/core/guard.h"
 #include "src/cpu/thread_pool.h"
+#include "src/device/resolve_ids.h"
 #include "src/model/layer_graph.h"
 #include "src/model/memory.h"
 #include "src/model/place_weights.h"
+#include "src/model/random_fill.h"
 #include "src/model/rope.h"
 #include "src/model/synthetic.h"
 #include "src/model/weights.h"
@@ -132,6 +134,46 @@ struct MeasureCalls {
   }
 };
 
+/// The weights that the calls of one step read.
+struct WeighCalls {
+  WeightBytes& bytes;
+
+  static int64_t of(const ExpertWeights& expert) {
+    int64_t sum = 0;
+    for (const Tensor& tensor :
+         {expert.gate, expert.up, expert.down, expert.gate_scale, expert.up_scale, expert.down_scale})
+      sum += tensor.bytes();
+    return sum;
+  }
+  Status operator()(int64_t, const RmsNormArgs& args) const { return add(args.weight.bytes()); }
+  Status operator()(int64_t, const LinearArgs& args) const {
+    for (int i = 0; i < args.part_count; ++i)
+      bytes.dense += args.parts[i].weight.bytes() + args.parts[i].weight_scale.bytes();
+    return {};
+  }
+  Status operator()(int64_t, const RouterGemmArgs& args) const {
+    for (int i = 0; i < args.weight.term_count; ++i) bytes.dense += args.weight.terms[i].bytes();
+    return {};
+  }
+  Status operator()(int64_t, const FusedMoeArgs& args) const {
+    bytes.expert = args.experts.empty() ? (args.gate_up.bytes() + args.down.bytes() +
+                                           args.gate_up_scale.bytes() + args.down_scale.bytes()) /
+                                              args.gate_up.shape[0]
+                                        : of(args.experts.front());
+    return add(of(args.shared));
+  }
+  template <class Args>
+  Status operator()(int64_t, const Args&) const {
+    return {};
+  }
+
+ private:
+  Status add(int64_t dense) const {
+    bytes.dense += dense;
+    return {};
+  }
+};
+
 /// Hands out pieces of one reservation; with a null base it only counts.
 class Layout {
  public:
@@ -207,6 +249,8 @@ class Decoder final : public Model {
   int64_t max_model_len() const override { return rope_.tensor().shape[0]; }
   int64_t page_bytes() const override { return 2 * graph_.config.layers * layer_page_bytes(); }
   Status allocate_pages(int64_t pages, const Stream& stream) override;
+  Status fill_pages(uint64_t seed, const Stream& stream) override;
+  WeightBytes weight_bytes() const override;
   Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) override {
     VIVACE_TRY(stage(input, logits, stream));
     return enqueue(stream);
@@ -350,6 +394,19 @@ Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
   return {};
 }
 
+Status Decoder::fill_pages(uint64_t seed, const Stream& stream) {
+  for (const std::vector<Tensor>* side : {&graph_.k, &graph_.v}) {
+    for (const Tensor& tensor : *side) VIVACE_TRY(fill_normal(tensor, 1, ++seed, stream));
+  }
+  return {};
+}
+
+WeightBytes Decoder::weight_bytes() const {
+  WeightBytes bytes;
+  (void)walk(graph_, shape_of_step(1, 1, 0), WeighCalls{bytes});  // no call fails
+  return bytes;
+}
+
 /// The places of a step's arrays, and the RoPE table.
 Status Decoder::allocate_staging(const Stream& stream) {
   const auto lay_out_over = [&](uint8_t* memory, Device device) {
@@ -420,8 +477,9 @@ Status Decoder::check_contents(const ForwardInput& input) const {
                : invalid_argument("forward: {}[{}] is {}, needs {} to {}", name, index, value, low, high);
   };
   const int64_t page_tokens = options_.page_tokens;
+  const int64_t previous = input.previous_ids.present() && !on_cpu() ? input.previous_ids.shape[0] : 0;
   for (int64_t t = 0; t < tokens; ++t) {
-    VIVACE_TRY(bounded("token_ids", t, input.token_ids[t], 0, graph_.config.vocab - 1));
+    VIVACE_TRY(bounded("token_ids", t, input.token_ids[t], -previous, graph_.config.vocab - 1));
     VIVACE_TRY(bounded("positions", t, input.positions[t], 0, max_model_len() - 1));
     VIVACE_TRY(bounded("slots", t, input.slots[t], -1, pages_ * page_tokens - 1));
   }
@@ -495,6 +553,9 @@ Status Decoder::stage(const ForwardInput& input, const Tensor& logits, const Str
   } else {
     VIVACE_TRY(copy_to_device(input, stream));
     arrays = on_device_;
+    if (std::ranges::any_of(input.token_ids, [](int32_t id) { return id < 0; })) {
+      VIVACE_TRY(device::resolve_ids(arrays.token_ids.rows(0, tokens), input.previous_ids, stream));
+    }
   }
   step_.token_ids = arrays.token_ids.rows(0, tokens);
   step_.positions = arrays.positions.rows(0, tokens);

@@ -39,6 +39,8 @@ struct ForwardInput {
   int64_t max_pages = 0;
   int64_t decode_requests = 0;
   std::span<const int64_t> logit_rows;
+  Tensor
+      previous_ids;  ///< on a GPU, optional, i32 [rows]: a token id of -1 - i stands for its row i when the step runs
 };
 
 /// What a step serves: requests with one token each, or a chunk of one request's prompt.
@@ -52,6 +54,12 @@ struct OpUse {
   Phase phase;
   int64_t batch;  ///< tokens of the step
   Choice choice;
+};
+
+/// What one decode step reads of the weights, whatever the batch. A few rows of the embedding are not counted.
+struct WeightBytes {
+  int64_t dense = 0;   ///< in every step: projections, router, shared experts, norms, output head
+  int64_t expert = 0;  ///< for each expert that a sparse layer touches
 };
 
 /// The layer graph of a decoder over a checkpoint: Llama family, Qwen3-MoE, Hy3. One graph serves all: an
@@ -73,6 +81,9 @@ class Model {
   /// Makes a pool of `pages` KV pages and the scratch that steps on `stream` need; replaces what there was. Memory is
   /// resident only where a step wrote it.
   virtual Status allocate_pages(int64_t pages, const Stream& stream) = 0;
+  /// Fills all pages with random keys and values of deviation 1, for speed runs; asynchronous on a GPU.
+  virtual Status fill_pages(uint64_t seed, const Stream& stream) = 0;
+  virtual WeightBytes weight_bytes() const = 0;
   /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`. Allocates nothing. It is
   /// stage() and enqueue().
   /// Fails  invalid_argument: sizes disagree with each other, with the options or with the pool, or a token id, position,

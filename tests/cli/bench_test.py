@@ -1,4 +1,4 @@
-"""bench serve: JSON, report, both loops."""
+"""bench serve and bench step: JSON, report, both loops."""
 
 import json
 import pathlib
@@ -80,6 +80,36 @@ class BenchServe(Case):
         run = self.fails(1, "192", "bench", "serve", "--model", HY3, "--workload", "uniform", "--max-model-len", 100)
         self.assertIn("100", run.err)
         self.assertEqual(self.fails(1, "/nowhere", "bench", "serve", "--model", "/nowhere").out, b"")
+
+
+class BenchStep(Case):
+    def test_json(self):
+        got = self.ok("bench", "step", "--model", HY3, "--batch", "1,3", "--context", 100, "--steps", 8, "--json", "-").json
+        self.assertEqual([point["batch"] for point in got["points"]], [1, 3])
+        self.assertEqual((got["context"], got["steps"], got["benchmark"]), (100, 8, "step"))
+        self.assertGreater(got["read_bytes_per_s"], 1e8)
+        for point in got["points"]:
+            self.assertTrue(0 < point["p10_us"] <= point["us"] <= point["p90_us"], point)
+            total = point["dense_bytes"] + point["expert_bytes"] + point["kv_bytes"]
+            self.assertAlmostEqual(point["floor_us"], 1e6 * total / got["read_bytes_per_s"], delta=1e-6 * point["floor_us"])
+            self.assertTrue(got["top_k"] <= point["touched_experts"] <= got["top_k"] * point["batch"], point)
+            # 3 layers of keys and values of 128 numbers in f32.
+            self.assertEqual(point["kv_bytes"], point["batch"] * 100 * 3 * 2 * 128 * 4)
+        one, three = got["points"]
+        self.assertEqual(one["dense_bytes"], three["dense_bytes"])
+        self.assertGreater(three["touched_experts"], one["touched_experts"])
+        steps = {row["op"]: row["calls"] for row in got["rows"]}
+        self.assertEqual(steps["sampler"], 2 * (1 + 3 + 3 + 8), "one call per step, untimed ones included")
+
+    def test_text(self):
+        run = self.ok("bench", "step", "--model", QWEN, "--batch", 2, "--context", 33, "--steps", 4)
+        for word in ["floor us", "experts", "memory read at", "rms_norm", "not counted"]:
+            self.assertIn(word, run.text)
+
+    def test_refuses(self):
+        self.fails(2, "--batch is 'x', needs an integer", "bench", "step", "--model", HY3, "--batch", "1,x")
+        self.fails(1, "--context is 9999999, needs at most 4096", "bench", "step", "--model", HY3, "--context", 9999999)
+        self.fails(1, "there is no synthetic model", "bench", "step", "--model", "synthetic:gpt", "--device", "cpu")
 
 
 if __name__ == "__main__":

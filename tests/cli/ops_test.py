@@ -5,13 +5,11 @@ from vivace import Case, HY3, QWEN, ROOT, main
 
 class Ops(Case):
     def test_generated_page_is_current(self):
-        """The page is of a build with CUDA; a build without has all of it but the rows of GPUs."""
         page = (ROOT / "docs" / "generated" / "ops.md").read_text()
-        self.assertIn("| cuda |", page)
-        if self.ok("doctor", "--json").json["cuda_rows"] == 0:
-            page = "".join(line for line in page.splitlines(keepends=True) if "` | cuda |" not in line)
+        if not self.ok("doctor", "--json").json["cuda"]["compiled"]:  # the page is made by a build with CUDA
+            page = "".join(line for line in page.splitlines(keepends=True) if "` | cuda | " not in line)
         self.assertEqual(page, self.ok("ops", "--markdown").text,
-                         "stale: with nvcc, build/bin/vivace ops --markdown > docs/generated/ops.md")
+                         "stale: build/bin/vivace ops --markdown > docs/generated/ops.md")
 
     def test_json(self):
         ops = self.ok("ops", "--json").json
@@ -59,7 +57,8 @@ class Explain(Case):
         text = self.ok("ops", "explain", "--model", QWEN).text
         self.assertIn("one decode step of 1 request\n", text)
         self.assertIn("one prompt chunk of 512 tokens\n", text)
-        self.assertEqual(text.count("layers 0-3"), 2)
+        self.assertEqual(text.count("layers 0-3"), 1, "the decode step: all layers agree")
+        self.assertEqual(text.count("layers 0-2"), 1, "the chunk: after the last layer's attention one row goes on")
 
     def test_prefer(self):
         uses = self.ok("ops", "explain", "--model", QWEN, "--prefer", "rms_norm=reference", "--json").json
@@ -77,6 +76,24 @@ class Doctor(Case):
     def test_text_says_whether_there_are_cuda_rows(self):
         rows = self.ok("doctor", "--json").json["cuda_rows"]
         self.assertIn("none for cuda in this build" if rows == 0 else f"{rows} for cuda", self.ok("doctor").text)
+
+    def test_says_what_of_cuda_is_there(self):
+        got = self.ok("doctor", "--json").json
+        cuda, text = got["cuda"], self.ok("doctor").text
+        self.assertEqual(cuda["compiled"], got["cuda_rows"] > 0)
+        self.assertEqual(cuda["portable_rows"] + cuda["sm90_rows"], got["cuda_rows"])
+        if cuda["compiled"]:
+            self.assertRegex(cuda["runtime"], r"^[0-9]+\.[0-9]+$")
+            self.assertRegex(cuda["code"], r"\bsm_[0-9]+")
+            self.assertIn(f"runtime {cuda['runtime']} in this build, kernels for {cuda['code']}", text)
+        else:
+            self.assertIn("not in this build", text)
+        for gpu in cuda["devices"]:
+            self.assertIn(f"{gpu['name']}, compute capability {gpu['compute_capability']}", text)
+        if cuda["compiled"] and not cuda["devices"]:
+            self.assertRegex(text, "advice +(no NVIDIA driver|the NVIDIA driver is here)")
+        for library in ("cublaslt", "nccl"):
+            self.assertIn(cuda[library]["found"] or "not found", text)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import unittest
 
 from vivace import Case, HY3, QWEN, main, vivace
 
-COMMANDS = ["generate", "score", "tokenize", "bench", "bench serve", "ops", "ops explain", "doctor"]
+COMMANDS = ["generate", "score", "tokenize", "bench", "bench serve", "bench step", "ops", "ops explain", "doctor"]
 GENERATE = ["generate", "--model", HY3, "--prompt-ids", "1,2,3"]
 
 
@@ -59,7 +59,7 @@ class UsageErrors(Case):
             "--logit-bias": (["5", "x=1", "-1=1", "3=inf"], "needs ID=BIAS"),
             "--prompt-ids": (["1,x", "1,,2", "-1", "1,2,", "4294967296"], "needs token ids"),
             "--device": (["gpu", "cuda:x"], "needs cpu, cuda or cuda:N"),
-            "--dtype": (["bf16", "int4"], "needs auto"),
+            "--dtype": (["int4", "fp8"], "needs auto, f32 or bf16"),
             "--kv-dtype": (["fp8", "q4"], "needs auto, f32 or bf16"),
             "--threads": (["0", "-2", "x", "1000000"], "needs an integer from 1 to"),
             "--stop": ([""], "needs at least one character"),
@@ -79,6 +79,11 @@ class UsageErrors(Case):
                     self.assertIn(flag, run.err)
                     if flag not in ("--prefer", "--prompt-ids"):  # these name the part that does not fit
                         self.assertIn(f"'{value}'", run.err)
+
+    def test_dtype_is_what_the_device_computes_in(self):
+        self.ok(*GENERATE, "--dtype", "f32", "--max-tokens", 1)
+        self.fails(2, "--dtype is 'bf16', needs auto or f32", *GENERATE, "--dtype", "bf16")
+        self.fails(2, "--dtype is 'f32', needs auto or bf16", *GENERATE, "--dtype", "f32", "--device", "cuda:1")
 
     def test_a_flag_is_named_once(self):
         for flag, value in [("--stop", ""), ("--logit-bias", "5"), ("--threads", "0"), ("--top-p", "2")]:

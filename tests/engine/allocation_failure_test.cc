@@ -53,11 +53,21 @@ namespace {
 class Plain : public ScriptedRunner {
  public:
   using ScriptedRunner::ScriptedRunner;
-  Status step(const StepInput& input, std::vector<Sampled>& sampled) override {
+  Status enqueue(const StepInput& input) override {
+    std::vector<Sampled> sampled;
     for (const SampleSlot& slot : input.samples)
       sampled.push_back({.id = static_cast<int32_t>(slot.position + 1)});
+    in_flight_.push_back(std::move(sampled));
     return {};
   }
+  Status finish(std::vector<Sampled>& sampled) override {
+    sampled = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    return {};
+  }
+
+ private:
+  std::deque<std::vector<Sampled>> in_flight_;
 };
 
 struct After {
@@ -126,7 +136,7 @@ After run_with_failure(int64_t at_step, int64_t begin, int64_t count) {
   return run;
 }
 
-TEST(AllocationFailure, EndsRequestsAndNeverTheEngine) {
+TEST_P(EngineDepths, AllocationFailureEndsRequestsAndNeverTheEngine) {
   for (const int64_t count : {1, 4}) {
     for (const int64_t step : {1, 2, 6}) {
       int64_t hit = 0;
@@ -143,6 +153,8 @@ TEST(AllocationFailure, EndsRequestsAndNeverTheEngine) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(AllocationFailure, EngineDepths, ::testing::Bool(), name_of_depth);
 
 }  // namespace
 }  // namespace vivace::engine

@@ -68,7 +68,7 @@ class Gate {
   int arrived_ = 0;
 };
 
-TEST(Engine, AnswersWithTheModelsTokens) {
+TEST_P(EngineDepths, AnswersWithTheModelsTokens) {
   auto model = std::make_unique<PseudoModel>(RunnerShape{});
   const Request request = request_of(prompt_of(100), 20);
   const Ids want = model->alone(request, 0, 20);
@@ -95,7 +95,49 @@ TEST(Engine, AnswersWithTheModelsTokens) {
   EXPECT_EQ(stats.pages_free + stats.pages_cached, stats.pages_total);
 }
 
-TEST(Engine, EndTokens) {
+TEST_P(EngineDepths, EnqueuesTheNextStepWhileOneIsInFlight) {
+  auto model = std::make_unique<PseudoModel>(RunnerShape{});
+  const PseudoModel& runner = *model;
+  auto engine = start(std::move(model), {.token_budget = 64});
+  ask(*engine, request_of(prompt_of(100), 20));
+  engine->drain();
+  EXPECT_EQ(engine->stats().steps, 21) << "an end by max_tokens is known ahead";
+  EXPECT_EQ(runner.overlapped(), overlaps() ? 20 : 0) << "all but the first";
+}
+
+TEST_P(EngineDepths, WhatAStepDrewForARequestThatEndedMeanwhileIsDropped) {
+  auto engine = start(forced(RunnerShape{.eos = {5}}, {{1, {7, 8, 5, 9, 9}}, {2, {6}}}), {.max_batch = 2});
+  Request ends = request_of({1}, 10);
+  ends.ignore_eos = false;
+  Answer long_one;
+  ASSERT_OK(engine->submit(request_of({2}, 40), long_one.sink()).status());
+  for (int i = 0; i < 3; ++i) {
+    const auto answer = ask(*engine, ends);
+    EXPECT_EQ(answer->ids(), (Ids{7, 8, 5}));
+    EXPECT_EQ(answer->last().usage.completion_tokens, 3);
+  }
+  EXPECT_EQ(ask(*engine, ends)->ids(), (Ids{7, 8, 5}));
+  long_one.wait();
+  EXPECT_EQ(long_one.ids(), Ids(40, 6));
+  engine->drain();
+  EXPECT_EQ(engine->stats().generated_tokens, 4 * 3 + 40);
+  EXPECT_EQ(engine->stats().pages_free + engine->stats().pages_cached, engine->stats().pages_total);
+}
+
+// Requests that only wait for the token of the step in flight hold all pages; the next starts when that step is over.
+TEST_P(EngineDepths, AFullPoolWaitsForWhatIsInFlight) {
+  auto model = std::make_unique<PseudoModel>(RunnerShape{.pages = 4});
+  const Request request = request_of(prompt_of(60), 4);
+  const Ids want = model->alone(request, 0, 4);
+  auto engine = start(std::move(model), {.prefix_cache = false});
+  std::vector<Answer> answers(5);
+  for (Answer& answer : answers) ASSERT_OK(engine->submit(request, answer.sink()).status());
+  engine->drain();
+  for (const Answer& answer : answers) EXPECT_EQ(answer.ids(), want);
+  EXPECT_EQ(engine->stats().steps, 5 * 4);
+}
+
+TEST_P(EngineDepths, EndTokens) {
   const RunnerShape shape{.eos = {0, 5}};
   const std::map<int32_t, Ids> scripts = {{1, {7, 8, 5, 9}}, {2, {0, 5, 0, 5, 7}}};
   auto engine = start(forced(shape, scripts));
@@ -121,7 +163,7 @@ TEST(Engine, EndTokens) {
   EXPECT_EQ(ask(*engine, request)->ids(), (Ids{0, 5, 0, 5}));
 }
 
-TEST(Engine, BansEndTokensBeforeMinTokens) {
+TEST_P(EngineDepths, BansEndTokensBeforeMinTokens) {
   auto model = std::make_unique<PseudoModel>(RunnerShape{.vocab = 4, .eos = {0}});
   Request request = request_of({1, 2, 3}, 40);
   request.ignore_eos = false;
@@ -133,7 +175,7 @@ TEST(Engine, BansEndTokensBeforeMinTokens) {
   EXPECT_EQ(ask(*engine, request)->ids(), want);
 }
 
-TEST(Engine, PassesLogprobsOn) {
+TEST_P(EngineDepths, PassesLogprobsOn) {
   auto runner = std::make_unique<ScriptedRunner>(RunnerShape{});
   runner->choose = [](const StepInput&, int64_t, const SampleSlot& slot) {
     EXPECT_EQ(slot.params->logprobs, 2);
@@ -149,7 +191,7 @@ TEST(Engine, PassesLogprobsOn) {
 }
 
 // https://github.com/vllm-project/vllm/issues/51226 - a seeded request is reproducible in any company only.
-TEST(Engine, H27SeedsDependOnNothingButSeedAndPosition) {
+TEST_P(EngineDepths, H27SeedsDependOnNothingButSeedAndPosition) {
   Request target = request_of(prompt_of(40), 32);
   target.sampling.temperature = 1;
   target.sampling.seed = 11;
@@ -189,7 +231,7 @@ TEST(Engine, H27SeedsDependOnNothingButSeedAndPosition) {
   }
 }
 
-TEST(Engine, SeedsOfUnseededRequestsFollowTheEnginesSeed) {
+TEST_P(EngineDepths, SeedsOfUnseededRequestsFollowTheEnginesSeed) {
   Request request = request_of(prompt_of(10), 20);
   request.sampling.temperature = 1;
   std::vector<Ids> answers;
@@ -203,7 +245,7 @@ TEST(Engine, SeedsOfUnseededRequestsFollowTheEnginesSeed) {
 
 // https://github.com/deepseek-ai/FlashMLA/issues/212 - a request's answer depends on its company. Here the
 // engine's share: whatever the company, it computes the same tokens over the same keys and values.
-TEST(Engine, H28CompanyDoesNotChangeAnAnswer) {
+TEST_P(EngineDepths, H28CompanyDoesNotChangeAnAnswer) {
   const Request target = request_of(prompt_of(900), 24);
   for (const int companions : {0, 1, 15, 63}) {
     SCOPED_TRACE(companions);
@@ -221,7 +263,7 @@ TEST(Engine, H28CompanyDoesNotChangeAnAnswer) {
 }
 
 // https://github.com/sgl-project/sglang/issues/9599 - a prompt near the context length crashes the server.
-TEST(Engine, H30ContextLimit) {
+TEST_P(EngineDepths, H30ContextLimit) {
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{.max_model_len = 64}));
   const auto refusal = [&](int64_t prompt, std::optional<int64_t> max_tokens) {
     Request request = request_of(prompt_of(prompt), 1);
@@ -248,7 +290,7 @@ TEST(Engine, H30ContextLimit) {
     }
 }
 
-TEST(Engine, TheContextIsWhatThePagesHold) {
+TEST_P(EngineDepths, TheContextIsWhatThePagesHold) {
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{.pages = 3, .page_tokens = 16}));
   EXPECT_EQ(engine->max_model_len(), 48);
   EXPECT_EQ(ask(*engine, request_of(prompt_of(40), 8))->ids().size(), 8u);
@@ -257,7 +299,7 @@ TEST(Engine, TheContextIsWhatThePagesHold) {
 }
 
 // https://github.com/vllm-project/vllm/issues/6521 - max_tokens 0 takes the server down.
-TEST(Engine, H32MaxTokens) {
+TEST_P(EngineDepths, H32MaxTokens) {
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}));
   const auto none = ask(*engine, request_of(prompt_of(20), 0));
   ASSERT_EQ(none->events().size(), 1u);
@@ -291,7 +333,7 @@ struct Spelling {
 };
 
 // https://github.com/ggml-org/llama.cpp/issues/9195 - bytes that are not UTF-8 end the process.
-TEST(Engine, H33InvalidUtf8) {
+TEST_P(EngineDepths, H33InvalidUtf8) {
   const Spelling tokens{{"\xE6\x97", "\xA5", "\x80", "\xFF", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\x41"}};
   const auto answer = tokens.answer({});
   const std::string bad = "\xEF\xBF\xBD";
@@ -306,7 +348,7 @@ TEST(Engine, H33InvalidUtf8) {
 }
 
 // https://github.com/vllm-project/vllm/issues/3574 - the start of a stop string is sent before its end comes.
-TEST(Engine, H34StopStringAcrossTokens) {
+TEST_P(EngineDepths, H34StopStringAcrossTokens) {
   const Spelling tokens{{"ab", "c##", "#E", "ND", "x"}};
   auto answer = tokens.answer({"###END"});
   EXPECT_EQ(answer->text(), "abc");
@@ -333,7 +375,7 @@ TEST(Engine, H34StopStringAcrossTokens) {
   EXPECT_EQ(answer->text(), "abc###END") << "the first min_tokens tokens are not searched";
 }
 
-TEST(Engine, AnEndTokenHasNoTextAndFlushesWhatWasHeld) {
+TEST_P(EngineDepths, AnEndTokenHasNoTextAndFlushesWhatWasHeld) {
   static const std::vector<std::string> bytes = {"</s>", "a#", "b"};
   auto engine = start(forced(RunnerShape{.eos = {0}}, {{1, {2, 1, 0}}}), {},
                       [](int32_t id, bool) -> std::string_view { return bytes[static_cast<size_t>(id)]; });
@@ -344,7 +386,7 @@ TEST(Engine, AnEndTokenHasNoTextAndFlushesWhatWasHeld) {
 }
 
 // https://github.com/vllm-project/vllm/issues/9428 - the engine goes on after the client went away.
-TEST(Engine, H35CancelledRequestsLeaveNothingBehind) {
+TEST_P(EngineDepths, H35CancelledRequestsLeaveNothingBehind) {
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{.pages = 600}), {.prefix_cache = false});
   const int64_t free_pages = engine->stats().pages_free;
   for (int round = 0; round < 100; ++round) {
@@ -379,7 +421,7 @@ TEST(Engine, H35CancelledRequestsLeaveNothingBehind) {
 
 // https://github.com/sgl-project/sglang/issues/34149 - an abort during the last prefill chunk still yields a
 // token. Chunks of 16, 16 and 8 tokens, then decode steps; the cancel comes while the named step is held.
-TEST(Engine, H36CancelWhileAnyStepRuns) {
+TEST_P(EngineDepths, H36CancelWhileAnyStepRuns) {
   const Request request = request_of(prompt_of(40), 50);
   for (int held = 1; held <= 5; ++held) {
     SCOPED_TRACE(held);
@@ -399,7 +441,7 @@ TEST(Engine, H36CancelWhileAnyStepRuns) {
     gate.wait_for_arrival();
     engine->cancel(*id);
     const size_t before = answer.ids().size();
-    EXPECT_EQ(before, static_cast<size_t>(std::max(0, held - 3)));
+    EXPECT_EQ(before, static_cast<size_t>(std::max(0, held - (overlaps() ? 4 : 3))));
     gate.open();
     answer.wait();
     EXPECT_EQ(answer.ids().size(), before);
@@ -411,7 +453,7 @@ TEST(Engine, H36CancelWhileAnyStepRuns) {
   }
 }
 
-TEST(Engine, CancelBeforeAnyStep) {
+TEST_P(EngineDepths, CancelBeforeAnyStep) {
   Gate gate;
   auto model = std::make_unique<PseudoModel>(RunnerShape{});
   model->before_step = [&](const StepInput&) {
@@ -433,7 +475,7 @@ TEST(Engine, CancelBeforeAnyStep) {
 }
 
 // https://github.com/vllm-project/vllm/pull/17999 - a prompt that is cached entirely leaves nothing to compute.
-TEST(Engine, H37CompleteHit) {
+TEST_P(EngineDepths, H37CompleteHit) {
   const std::map<int64_t, int64_t> cached = {{63, 0}, {64, 0}, {65, 64}, {128, 64}, {129, 128}};
   for (const auto& [length, want] : cached) {
     SCOPED_TRACE(length);
@@ -458,7 +500,7 @@ TEST(Engine, H37CompleteHit) {
 }
 
 // https://github.com/vllm-project/vllm/issues/16832 - a preempted request returns an incomplete answer.
-TEST(Engine, H38NothingIsLostInPreemption) {
+TEST_P(EngineDepths, H38NothingIsLostInPreemption) {
   for (const bool prefix_cache : {false, true}) {
     auto model = std::make_unique<PseudoModel>(RunnerShape{.pages = 12});
     std::vector<Request> requests;
@@ -486,7 +528,7 @@ TEST(Engine, H38NothingIsLostInPreemption) {
 
 // https://github.com/sgl-project/sglang/issues/39826 - tokens after the stop are counted when a step yields
 // several.
-TEST(Engine, H39CountsUpToTheTokenThatEnds) {
+TEST_P(EngineDepths, H39CountsUpToTheTokenThatEnds) {
   const TokenBytes bytes = [](int32_t id, bool) { return id == 7 ? "ST" : id == 8 ? "OP" : "."; };
   const std::vector<int32_t> eos = {0};
   const auto block = [](const Ids& ids) {
@@ -524,7 +566,7 @@ TEST(Engine, H39CountsUpToTheTokenThatEnds) {
   }
 }
 
-TEST(Engine, NanEndsOnlyItsRequest) {
+TEST_P(EngineDepths, NanEndsOnlyItsRequest) {
   auto runner = forced(RunnerShape{}, {{1, {7}}, {2, {8}}});
   const auto inner = runner->choose;
   runner->choose = [inner](const StepInput& in, int64_t request, const SampleSlot& slot) {
@@ -546,7 +588,7 @@ TEST(Engine, NanEndsOnlyItsRequest) {
   EXPECT_EQ(engine->stats().failed, 1);
 }
 
-TEST(Engine, AFailedStepFailsItsRequestsAndTheEngineGoesOn) {
+TEST_P(EngineDepths, AFailedStepFailsItsRequestsAndTheEngineGoesOn) {
   auto model = std::make_unique<PseudoModel>(RunnerShape{});
   const Request request = request_of(prompt_of(40), 5);
   const Ids want = model->alone(request, 0, 5);
@@ -554,7 +596,8 @@ TEST(Engine, AFailedStepFailsItsRequestsAndTheEngineGoesOn) {
   model->before_step = [&](const StepInput&) {
     ++step;
     if (step == 3) return Status(Code::device_error, "the device is on fire");
-    if (step == 4) throw std::bad_alloc();
+    if (step == (overlaps() ? 5 : 4))
+      throw std::bad_alloc();  // of the next request: one step more was in flight
     return Status();
   };
   auto engine = start(std::move(model));
@@ -568,7 +611,7 @@ TEST(Engine, AFailedStepFailsItsRequestsAndTheEngineGoesOn) {
   EXPECT_EQ(answer->last().usage.cached_tokens, 32) << "what the good steps computed is still good";
 }
 
-TEST(Engine, RefusesWhatIsOutOfRange) {
+TEST_P(EngineDepths, RefusesWhatIsOutOfRange) {
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}));
   const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
   struct Case {
@@ -631,7 +674,7 @@ TEST(Engine, RefusesWhatIsOutOfRange) {
   EXPECT_NE(small->submit(request, answer.sink()).status().message().find("0..8"), std::string::npos);
 }
 
-TEST(Engine, RefusesOptionsThatCannotWork) {
+TEST_P(EngineDepths, RefusesOptionsThatCannotWork) {
   const auto refusal = [](const EngineOptions& options) {
     return make_engine(std::make_unique<PseudoModel>(RunnerShape{}), no_text, options).status().message();
   };
@@ -648,7 +691,7 @@ TEST(Engine, RefusesOptionsThatCannotWork) {
             "engine: kv_memory_bytes is -1, needs a number >= 0 (0 chooses)");
 }
 
-TEST(Engine, AFullQueueRefuses) {
+TEST_P(EngineDepths, AFullQueueRefuses) {
   Gate gate;
   auto model = std::make_unique<PseudoModel>(RunnerShape{});
   model->before_step = [&](const StepInput&) {
@@ -671,7 +714,7 @@ TEST(Engine, AFullQueueRefuses) {
   EXPECT_EQ(engine->stats().finished, 4);
 }
 
-TEST(Engine, ASinkThatSubmitsDuringShutdownIsRefused) {
+TEST_P(EngineDepths, ASinkThatSubmitsDuringShutdownIsRefused) {
   Answer first, late;
   Status refused;
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}));
@@ -691,7 +734,7 @@ TEST(Engine, ASinkThatSubmitsDuringShutdownIsRefused) {
   EXPECT_TRUE(late.events().empty());
 }
 
-TEST(Engine, AnExceptionOutsideTheModelEndsRequestsOnly) {
+TEST_P(EngineDepths, AnExceptionOutsideTheModelEndsRequestsOnly) {
   const Request request = request_of(prompt_of(40), 5);
   int plans = 0, pieces = 0;
   EngineHooks hooks = audited();
@@ -715,7 +758,7 @@ TEST(Engine, AnExceptionOutsideTheModelEndsRequestsOnly) {
   EXPECT_EQ(engine->stats().pages_free + engine->stats().pages_cached, engine->stats().pages_total);
 }
 
-TEST(Engine, TheDestructorCancels) {
+TEST_P(EngineDepths, TheDestructorCancels) {
   std::vector<Answer> answers(20);
   {
     auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}), {.max_batch = 4});
@@ -725,7 +768,7 @@ TEST(Engine, TheDestructorCancels) {
   for (const Answer& answer : answers) EXPECT_EQ(answer.last().finish, FinishReason::cancelled);
 }
 
-TEST(Engine, SinksMaySubmitCancelAndThrow) {
+TEST_P(EngineDepths, SinksMaySubmitCancelAndThrow) {
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}));
   Answer follow_up, thrown;
   std::atomic<RequestId> own{0};
@@ -759,7 +802,7 @@ TEST(Engine, SinksMaySubmitCancelAndThrow) {
   EXPECT_EQ(engine->stats().cancelled, 2);
 }
 
-TEST(Engine, SleepsWhenIdle) {
+TEST_P(EngineDepths, SleepsWhenIdle) {
   auto engine = start(std::make_unique<PseudoModel>(RunnerShape{}));
   ask(*engine, request_of({1}, 3));
   engine->drain();
@@ -771,7 +814,7 @@ TEST(Engine, SleepsWhenIdle) {
   EXPECT_EQ(engine->stats().steps, steps);
 }
 
-TEST(Engine, ManyThreadsSubmitAndCancel) {
+TEST_P(EngineDepths, ManyThreadsSubmitAndCancel) {
   auto model = std::make_unique<PseudoModel>(RunnerShape{.pages = 64});
   const PseudoModel& oracle = *model;
   auto engine = start(std::move(model), {.max_batch = 16, .token_budget = 64});
@@ -805,6 +848,8 @@ TEST(Engine, ManyThreadsSubmitAndCancel) {
   EXPECT_EQ(stats.finished + stats.cancelled, 360);
   EXPECT_EQ(stats.pages_free + stats.pages_cached, 64);
 }
+
+INSTANTIATE_TEST_SUITE_P(Engine, EngineDepths, ::testing::Bool(), name_of_depth);
 
 }  // namespace
 }  // namespace vivace::engine

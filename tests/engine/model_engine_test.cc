@@ -1,5 +1,4 @@
-#include "src/engine/model_runner.h"
-#include "tests/engine/traffic.h"
+#include "tests/engine/model_traffic.h"
 #include "tests/large.h"
 #include "tests/memory_limit.h"
 
@@ -11,95 +10,11 @@ namespace {
 const std::string kQwen = std::string(VIVACE_TEST_DATA) + "/tiny-qwen3-moe";
 const std::string kHy3 = std::string(VIVACE_TEST_DATA) + "/tiny-hy3";
 
-std::shared_ptr<const model::Checkpoint> open(const std::string& path) {
-  auto opened = model::Checkpoint::open(path);
-  EXPECT_TRUE(opened.ok()) << opened.status().message();
-  return opened.ok() ? std::shared_ptr<const model::Checkpoint>(std::move(*opened)) : nullptr;
-}
-
-/// The text of a model's tokens; of none when it has no tokenizer.
-TokenBytes bytes_of(const model::Checkpoint& checkpoint) {
-  if (!checkpoint.tokenizer().present()) return no_text;
-  auto made = model::Tokenizer::create(checkpoint.tokenizer());
-  EXPECT_TRUE(made.ok()) << made.status().message();
-  if (!made.ok()) return no_text;
-  return [tokenizer = std::shared_ptr<const model::Tokenizer>(std::move(*made))](
-             int32_t id, bool skip_special) { return tokenizer->bytes_of(id, skip_special); };
-}
-
-std::unique_ptr<Runner> runner_of(std::shared_ptr<const model::Checkpoint> checkpoint,
-                                  const EngineOptions& options) {
-  auto runner = make_model_runner(std::move(checkpoint), options);
-  EXPECT_TRUE(runner.ok()) << runner.status().message();
-  return runner.ok() ? std::move(*runner) : nullptr;
-}
-
-/// An engine that answers one request at a time, with room for all of it and no prefix cache.
-class Hermit {
- public:
-  Hermit(std::shared_ptr<const model::Checkpoint> checkpoint, const TokenBytes& bytes,
-         EngineOptions options) {
-    options.max_batch = 1;
-    options.token_budget = 512;
-    options.kv_memory_bytes = 0;
-    options.prefix_cache = false;
-    engine_ = start(runner_of(std::move(checkpoint), options), options, bytes);
-  }
-  /// Asked twice, it answers from memory: the seeds of requests differ.
-  Alone answer(const Request& request) {
-    const auto [known, added] = answers_.try_emplace(*request.sampling.seed);
-    if (added) {
-      Answer answer;
-      EXPECT_TRUE(engine_->submit(request, answer.sink()).ok());
-      answer.wait();
-      engine_->drain();
-      known->second = {answer.ids(), answer.text()};
-    }
-    return known->second;
-  }
-
- private:
-  std::unique_ptr<Engine> engine_;
-  std::map<uint64_t, Alone> answers_;
-};
-
-/// Deterministic mode, and a KV pool of one page more than one request of full length.
-EngineOptions tight_options(const std::string& path, int64_t longest) {
-  EngineOptions options{.model = path,
-                        .threads = 2,
-                        .deterministic = true,
-                        .max_model_len = longest,
-                        .max_batch = 32,
-                        .token_budget = 256,
-                        .page_tokens = 4,
-                        .seed = 5};
-  const auto checkpoint = open(path);
-  const auto loaded = model::Model::load(*checkpoint, model_options_of(options));
-  EXPECT_TRUE(loaded.ok());
-  options.kv_memory_bytes = (*loaded)->page_bytes() * ((longest + 3) / options.page_tokens + 1);
-  return options;
-}
-
 /// Returns the statistics of the traffic.
-EngineStats expect_answers_do_not_depend_on_company(const std::string& path, Load load) {
-  const auto checkpoint = open(path);
-  const TokenBytes bytes = bytes_of(*checkpoint);
-  load.options = tight_options(path, load.longest_prompt + load.longest_output);
-  const auto hermit = std::make_shared<Hermit>(checkpoint, bytes, load.options);
-  const TrafficTarget target{.make_runner = [&] { return runner_of(checkpoint, load.options); },
-                             .bytes = bytes,
-                             .alone = [&](const Request& request) { return hermit->answer(request); },
-                             .vocab = checkpoint->config().vocab};
-
-  const Outcome first = Traffic(1, load, target).run();
-  EXPECT_EQ(first.stats.finished + first.stats.cancelled, load.requests + 1);
-  EXPECT_EQ(first.stats.failed, 0);
-  EXPECT_EQ(first.stats.pages_free + first.stats.pages_cached, first.stats.pages_total);
-  EXPECT_GT(first.stats.cancelled, 0);
-  EXPECT_GT(first.stats.cached_tokens, 0);
-
-  const Outcome second = Traffic(1, load, target).run();
-  EXPECT_EQ(first.plans, second.plans);
+EngineStats expect_answers_do_not_depend_on_company(const std::string& path, const Load& load) {
+  const ModelTraffic traffic(path, load, "cpu");
+  const Outcome first = traffic.run(1);
+  EXPECT_EQ(first.plans, traffic.run(1).plans);
   return first.stats;
 }
 
@@ -182,6 +97,23 @@ TEST(ModelEngine, RefusesOptionsThatDoNotFit) {
   // One page of 16 tokens is 3 layers * 2 * 16 * 128 * 4 bytes = 49152; 4096 tokens are 256 pages.
   refused({.model = kHy3, .kv_memory_bytes = 1 << 20}, Code::invalid_argument,
           {"kv_memory_bytes is 1048576", "12582912", "--kv-memory", "--max-model-len"});
+}
+
+TEST(ModelEngine, AFallbackOnAGpuIsALine) {
+  const model::OpUse slow{
+      .layer = 0,
+      .op = "linear",
+      .phase = model::Phase::decode,
+      .batch = 4,
+      .choice = {.row = "cuda.mma", .refused = {{"sm90.fp8", "needs x of type fp8, got bf16"}}}};
+  const model::OpUse other_device{.layer = 1,
+                                  .op = "linear",
+                                  .phase = model::Phase::decode,
+                                  .batch = 4,
+                                  .choice = {.row = "cpu.f32", .refused = {{"cuda.mma", "runs on cuda"}}}};
+  EXPECT_EQ(fallback_lines({slow, other_device, slow}),
+            std::vector<std::string>{
+                "linear: cuda.mma runs instead of sm90.fp8, which needs x of type fp8, got bf16"});
 }
 
 TEST(ModelEngine, ThreadsThatDoNotStartAreAStatus) {

@@ -36,6 +36,17 @@ TEST(Plan, DecodesFirstThenChunksOldestFirst) {
   EXPECT_EQ(plan.tokens(), 32);
 }
 
+TEST(Plan, WhoWaitsForItsLastTokenHasNoWorkAndItsPlace) {
+  const std::vector<Sequence> run = {running(1, 32, 32, 2), running(2, 10, 9, 1)};
+  const std::vector<Sequence> wait = {waiting(3, 5)};
+  Limits limits = kLimits;
+  EXPECT_EQ(to_string(plan_step(run, wait, 97, limits)), "2@9+1 | admit 3@0+5 new 1 draw");
+  limits.max_batch = 2;
+  EXPECT_EQ(to_string(plan_step(run, wait, 97, limits)), "2@9+1");
+  EXPECT_EQ(plan_step(std::span(run).first(1), wait, 1, limits), StepPlan{})
+      << "a page in hand for it is missing";
+}
+
 TEST(Plan, AdmitsSeveralWhileTheyFit) {
   const std::vector<Sequence> wait = {waiting(1, 10), waiting(2, 10), waiting(3, 30), waiting(4, 5)};
   EXPECT_EQ(to_string(plan_step({}, wait, 100, kLimits)),

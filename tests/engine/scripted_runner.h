@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -23,36 +25,72 @@ namespace vivace::engine {
     ASSERT_TRUE(status_.ok()) << status_.message(); \
   } while (0)
 
+/// Whether the runners that a test makes let the engine enqueue a step while one is in flight.
+inline bool& runners_overlap() {
+  static bool value = false;
+  return value;
+}
+
 struct RunnerShape {
   int64_t vocab = 1000, max_model_len = 4096, pages = 256, page_tokens = 16;
   std::vector<int32_t> eos = {0};
+  bool overlaps = runners_overlap();
 };
 
-/// A runner whose `choose` and `before_step` a test sets before the engine starts.
+/// Tests that run with both.
+class EngineDepths : public ::testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override { runners_overlap() = GetParam(); }
+  void TearDown() override { runners_overlap() = false; }
+  bool overlaps() const { return GetParam(); }
+};
+inline std::string name_of_depth(const ::testing::TestParamInfo<bool>& info) {
+  return info.param ? "OneInFlight" : "Alone";
+}
+
+/// A runner whose `choose` and `before_step` a test sets before the engine starts. A step is computed when it
+/// is enqueued; what it drew and whether it failed is kept back until it is finished.
 class ScriptedRunner : public Runner {
  public:
   explicit ScriptedRunner(const RunnerShape& shape) : shape_(shape) {}
 
-  /// Runs first in each step, on the engine thread; an error fails the step.
+  /// Runs first in each step, on the engine thread; an error fails the step when it is finished.
   std::function<Status(const StepInput&)> before_step;
   /// The token of a sample slot; FORCED scripts and the pseudo-model set it.
   std::function<Sampled(const StepInput&, int64_t request, const SampleSlot&)> choose;
 
-  Status step(const StepInput& input, std::vector<Sampled>& sampled) override {
-    if (before_step) {
-      Status status = before_step(input);
-      if (!status.ok()) return status;
+  /// Steps that were enqueued while one was in flight.
+  int64_t overlapped() const { return overlapped_; }
+
+  Status enqueue(const StepInput& given) override {
+    EXPECT_LT(in_flight_.size(), shape_.overlaps ? 2u : 1u);
+    overlapped_ += !in_flight_.empty();
+    StepInput input = given;
+    const std::vector<int32_t> ids = known_ids(given);
+    input.token_ids = ids;
+    Result result;
+    if (before_step) result.status = before_step(input);
+    if (result.status.ok()) {
+      check(input);
+      write(input);
+      int64_t request = 0;
+      for (const SampleSlot& slot : input.samples) {
+        while (input.query_start[static_cast<size_t>(request + 1)] <= slot.row) ++request;
+        EXPECT_EQ(slot.row, input.query_start[static_cast<size_t>(request + 1)] - 1);
+        result.sampled.push_back(choose(input, request, slot));
+      }
     }
-    check(input);
-    write(input);
-    int64_t request = 0;
-    for (const SampleSlot& slot : input.samples) {
-      while (input.query_start[static_cast<size_t>(request + 1)] <= slot.row) ++request;
-      EXPECT_EQ(slot.row, input.query_start[static_cast<size_t>(request + 1)] - 1);
-      sampled.push_back(choose(input, request, slot));
-    }
+    in_flight_.push_back(std::move(result));
     return {};
   }
+  Status finish(std::vector<Sampled>& sampled) override {
+    if (in_flight_.empty()) return Status(Code::internal, "nothing is in flight");
+    Result result = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    sampled = std::move(result.sampled);
+    return result.status;
+  }
+  bool overlaps() const override { return shape_.overlaps; }
   int64_t vocab() const override { return shape_.vocab; }
   int64_t max_model_len() const override { return shape_.max_model_len; }
   int64_t pages() const override { return shape_.pages; }
@@ -94,7 +132,31 @@ class ScriptedRunner : public Runner {
   const RunnerShape shape_;
 
  private:
+  struct Result {
+    Status status;
+    std::vector<Sampled> sampled;
+  };
+
+  /// With what the step in flight drew in the places that name it.
+  std::vector<int32_t> known_ids(const StepInput& input) {
+    std::vector<int32_t> ids(input.token_ids.begin(), input.token_ids.end());
+    for (int32_t& id : ids) {
+      if (id >= 0) continue;
+      if (in_flight_.empty()) {
+        ADD_FAILURE() << "token " << id << " names a step that is over";
+      } else if (const Result& last = in_flight_.back(); last.status.ok()) {
+        EXPECT_LT(-1 - id, std::ssize(last.sampled));
+        id = last.sampled[static_cast<size_t>(-1 - id)].id;
+      } else {
+        id = 0;  // of a failed step: as good as any
+      }
+    }
+    return ids;
+  }
+
   Dispatch dispatch_;
+  std::deque<Result> in_flight_;
+  std::atomic<int64_t> overlapped_{0};
 };
 
 inline uint64_t fold(uint64_t hash, uint64_t word) {
@@ -156,7 +218,7 @@ inline std::unique_ptr<ScriptedRunner> forced(const RunnerShape& shape,
   auto runner = std::make_unique<ScriptedRunner>(shape);
   runner->choose = [scripts = std::move(scripts)](const StepInput&, int64_t, const SampleSlot& slot) {
     const std::vector<int32_t>& script = scripts.at(slot.prompt_ids[0]);
-    return Sampled{.id = script[slot.output_ids.size() % script.size()]};
+    return Sampled{.id = script[static_cast<size_t>(slot.position) % script.size()]};
   };
   return runner;
 }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <map>
@@ -34,7 +35,8 @@ struct TrafficTarget {
 };
 
 struct Load {
-  int64_t requests = 10000;
+  int64_t requests = 10000;       ///< at most
+  double seconds = 0;             ///< > 0: no request is submitted later than this
   int64_t longest_prompt = 2000;  ///< of one request in twelve; the others stop at an eighth of it
   int64_t longest_output = 400;   ///< of one request in four; the others stop at an eighth of it
   uint64_t cancel_every = 25;     ///< steps, on average
@@ -44,6 +46,7 @@ struct Load {
 struct Outcome {
   std::vector<uint64_t> plans;  ///< a hash of each step's plan
   EngineStats stats;
+  int64_t requests = 0;
 };
 
 class Traffic {
@@ -71,7 +74,8 @@ class Traffic {
     starter.max_tokens = 0;
     EXPECT_TRUE(engine_->submit(starter, [&](const TokenEvent&) { submit_next(); }).ok());
     std::unique_lock lock(mutex_);
-    all_over_.wait(lock, [&] { return over_ == load_.requests; });
+    all_over_.wait(lock, [&] { return over_ == wanted_; });
+    outcome.requests = wanted_;
     lock.unlock();
     engine_->drain();
     outcome.stats = engine_->stats();
@@ -119,7 +123,8 @@ class Traffic {
   }
 
   void submit_next() {
-    if (submitted_ == load_.requests) return;
+    if (submitted_ == wanted_) return;
+    if (load_.seconds > 0 && std::chrono::steady_clock::now() > end_) return stop();
     ++submitted_;
     auto open = std::make_shared<Open>();
     open->request = next_request();
@@ -132,6 +137,13 @@ class Traffic {
       count_one();
       submit_next();
     }
+  }
+
+  /// What was submitted is all.
+  void stop() {
+    const std::lock_guard lock(mutex_);
+    wanted_ = submitted_;
+    if (over_ == wanted_) all_over_.notify_all();
   }
 
   void cancel_one() {
@@ -176,7 +188,7 @@ class Traffic {
 
   void count_one() {
     const std::lock_guard lock(mutex_);
-    if (++over_ == load_.requests) all_over_.notify_all();
+    if (++over_ == wanted_) all_over_.notify_all();
   }
 
   const Load load_;
@@ -185,10 +197,12 @@ class Traffic {
   std::vector<std::vector<int32_t>> prefixes_;
   std::unique_ptr<Engine> engine_;
   std::map<RequestId, std::shared_ptr<Open>> open_;
+  const std::chrono::steady_clock::time_point end_ =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(static_cast<int64_t>(1e3 * load_.seconds));
   int64_t submitted_ = 0;
   std::mutex mutex_;
   std::condition_variable all_over_;
-  int64_t over_ = 0;
+  int64_t over_ = 0, wanted_ = load_.requests;  ///< the engine thread alone writes them
 };
 
 }  // namespace vivace::engine

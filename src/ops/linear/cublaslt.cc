@@ -33,6 +33,17 @@ namespace {
 constexpr int64_t kWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for Hopper
 constexpr int64_t kWorkspaceAlignment = 256;
 
+constexpr const char* kNames[] = {"libcublasLt.so.13",
+                                  "libcublasLt.so.12",
+                                  "libcublasLt.so",
+                                  "/usr/local/cuda/lib64/libcublasLt.so",
+                                  "/usr/local/cuda/lib64/libcublasLt.so.13",
+                                  "/usr/local/cuda/lib64/libcublasLt.so.12",
+                                  "/usr/local/cuda/lib/libcublasLt.so.13",
+                                  "/usr/local/cuda/targets/x86_64-linux/lib/libcublasLt.so.13",
+                                  "/usr/local/cuda/targets/x86_64-linux/lib/libcublasLt.so.12",
+                                  "/usr/lib/x86_64-linux-gnu/libcublasLt.so.12"};
+
 /// The functions that are used, found in the library.
 struct Library {
   decltype(&cublasLtCreate) create = nullptr;
@@ -48,13 +59,7 @@ struct Library {
 
   Library() {
     void* library = nullptr;
-    for (const char* name :
-         {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so", "/usr/local/cuda/lib64/libcublasLt.so",
-          "/usr/local/cuda/lib64/libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.12",
-          "/usr/local/cuda/lib/libcublasLt.so.13",
-          "/usr/local/cuda/targets/x86_64-linux/lib/libcublasLt.so.13",
-          "/usr/local/cuda/targets/x86_64-linux/lib/libcublasLt.so.12",
-          "/usr/lib/x86_64-linux-gnu/libcublasLt.so.12"}) {
+    for (const char* name : kNames) {
       library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
       if (library != nullptr) break;
     }
@@ -219,6 +224,10 @@ bool cublaslt_found() {
   return library().complete;
 }
 
+std::vector<std::string> cublaslt_names() {
+  return {std::begin(kNames), std::end(kNames)};
+}
+
 int64_t linear_cublaslt_workspace(const LinearArgs&, const Stream&) {
   return kWorkspaceBytes + kWorkspaceAlignment - 1;
 }
@@ -260,6 +269,9 @@ namespace vivace {
 bool cublaslt_found() {
   return false;
 }
+std::vector<std::string> cublaslt_names() {
+  return {};
+}
 int64_t linear_cublaslt_workspace(const LinearArgs&, const Stream&) {
   return 0;
 }
@@ -275,6 +287,9 @@ namespace vivace {
 
 bool cublaslt_found() {
   return false;
+}
+std::vector<std::string> cublaslt_names() {
+  return {};
 }
 
 }  // namespace vivace
