@@ -82,7 +82,7 @@ class StepBuilder {
     Tensor logits(flat.data(), DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
     model::Memory on_device;
     if (stream.device == Device::cuda) {
-      on_device = *model::Memory::reserve(logits.bytes(), "logits", stream);
+      on_device = std::move(*model::Memory::reserve(logits.bytes(), "logits", stream));
       logits = on_device.tensor(DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
     }
     Status status = model_.forward(input(), logits, stream);
