@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "src/core/number.h"
+#include "src/model/hf_names.h"
 #include "src/model/quantize.h"
 #include "tests/model/altered_checkpoint.h"
 
@@ -582,6 +583,24 @@ TEST(Fp8Determinism, ChunksAndDecodeStepsGiveTheBitsOfOnePrefill) {
     loaded.feed(parts, std::span(ids).first(90), 37);
     EXPECT_EQ(loaded.feed(parts, std::span(ids).subspan(90), 1, true), expected);
   }
+}
+
+TEST(Scales, OfKeysAndValuesUnderEveryWritersName) {
+  const model::ModelConfig config = open_checkpoint(kHy3)->config();
+  const auto canonical = [&](const std::string& part) {
+    const auto name = model::hf_tensor_name(config, "model.layers.2.self_attn." + part);
+    EXPECT_TRUE(name.ok()) << part;
+    return name->use == model::HfName::Use::keep ? name->canonical : "left out";
+  };
+  for (const char* part : {"k_cache.scale", "attn.k_scale", "k_proj.k_scale", "k_scale"}) {
+    EXPECT_EQ(canonical(part), "model.layers.2.self_attn.k_scale") << part;
+  }
+  for (const char* part : {"v_cache.scale", "attn.v_scale", "v_proj.v_scale", "v_scale"}) {
+    EXPECT_EQ(canonical(part), "model.layers.2.self_attn.v_scale") << part;
+  }
+  for (const char* part : {"q.scale", "q_scale", "attn.q_scale"})
+    EXPECT_EQ(canonical(part), "left out") << part;
+  EXPECT_EQ(canonical("k_proj.weight_scale"), "model.layers.2.self_attn.k_proj.weight_scale");
 }
 
 TEST(Synthetic, FormatsByNameAndByOption) {
