@@ -89,10 +89,8 @@ Result<DType> parse_kv_dtype(const std::string& text) {
   if (text == "f32") return DType::f32;
   if (text == "bf16") return DType::bf16;
   if (text == "auto") return DType::none;
-  if (text == "fp8") {
-    return unsupported("is 'fp8', needs auto, f32 or bf16: the engine has no scales for fp8 keys and values yet");
-  }
-  return invalid_argument("is '{}', needs auto, f32 or bf16", text);
+  if (text == "fp8") return DType::fp8_e4m3;
+  return invalid_argument("is '{}', needs auto, f32, bf16 or fp8", text);
 }
 
 Result<std::string> parse_router_mode(const std::string& text) {
@@ -145,8 +143,11 @@ void add_compute(CLI::App& app, EngineOptions& o) {
     const Status status = check_dtype(*dtype, o.device);
     if (!status.ok()) refuse("--dtype", status);
   });
-  in_group(add(app, "--kv-dtype", "TYPE", "Type of stored keys and values: auto, f32 or bf16 [auto: f32 on the cpu, bf16 on a GPU]", parse_kv_dtype,
-               [&](DType dtype) { o.kv_dtype = dtype; }));
+  in_group(
+      add(app, "--kv-dtype", "TYPE",
+          "Type of stored keys and values: auto, f32, bf16 or fp8 [auto: f32 on the cpu, bf16 on a GPU]\n"
+          "fp8 takes the checkpoint's scales, or 1",
+          parse_kv_dtype, [&](DType dtype) { o.kv_dtype = dtype; }));
   in_group(add(app, "--threads", "N", "Threads, at most 4 per core [one per core this process may use]",
                parse_threads, [&](int64_t n) { o.threads = static_cast<int>(n); }));
   in_group(app.add_flag("--exact", o.exact,
@@ -316,6 +317,57 @@ void add_tokenize(CLI::App& app, TokenizeArgs& a) {
   add_model(c, a.model);
   c.add_option("--text", a.text, "The text")->required()->type_name("TEXT");
   c.add_flag("--parse-special", a.parse_special, "Text that spells a control token becomes that token");
+  c.add_flag("--json", a.json, "One JSON document instead of a table");
+}
+
+void add_quantize(CLI::App& app, QuantizeArgs& a) {
+  CLI::App& c = *add_command(
+      app, "quantize",
+      "Write an FP8 copy of a model: e4m3 weights of attention, MLPs and experts with their scales, the rest "
+      "as it is.\n\n"
+      "The model is a folder with f32, f16 or bf16 safetensors; the result has the tensor names of Hugging "
+      "Face's FP8\n"
+      "checkpoints. Schemes:\n"
+      "  per-tensor  a scale per matrix; static scales of activations, keys and values, measured on "
+      "--calibration\n"
+      "  block128    a scale per 128 x 128 weights; activations get theirs at run time. With --calibration "
+      "the keys\n"
+      "              and values have scales too\n"
+      "Calibration runs the unquantised model over the text on the CPU. Ranges that it does not see are "
+      "clipped later,\n"
+      "so the text should be like what the model will read; --margin leaves room above.",
+      "Examples:\n"
+      "  vivace quantize --model tests/data/tiny-qwen3-moe --out /tmp/tiny-fp8 --scheme per-tensor \\\n"
+      "    --calibration tests/data/tiny-qwen3-moe/sample.txt --max-windows 8\n"
+      "  vivace quantize --model tests/data/tiny-hy3 --out /tmp/tiny-hy3-fp8 --scheme block128");
+  c.add_option("--model", a.model, "A folder with config.json and safetensors")
+      ->required()
+      ->type_name("PATH");
+  c.add_option("--out", a.out, "The folder to write; new, or empty")->required()->type_name("DIR");
+  add(
+      c, "--scheme", "NAME", "per-tensor or block128",
+      [](const std::string& text) -> Result<std::string> {
+        if (text == "per-tensor" || text == "block128") return text;
+        return invalid_argument("is '{}', needs per-tensor or block128", text);
+      },
+      [&](std::string text) { a.scheme = std::move(text); })
+      ->required();
+  c.add_option("--calibration", a.calibration_file, "Plain text; documents are separated by NUL bytes")
+      ->type_name("FILE");
+  integer(c, "--max-windows", 1, kAny, "Calibrate on this many windows of 1024 tokens [all]",
+          [&](int64_t n) { a.max_windows = n; });
+  number(c, "--margin", 1, 1000, false, "Activations may get this many times larger than in the text [1]",
+         [&](double x) { a.margin = x; });
+  add(
+      c, "--scale-dtype", "TYPE", "Type of the weights' scales: f32 or bf16 [f32]",
+      [](const std::string& text) -> Result<DType> {
+        if (text == "f32") return DType::f32;
+        if (text == "bf16") return DType::bf16;
+        return invalid_argument("is '{}', needs f32 or bf16", text);
+      },
+      [&](DType type) { a.scale_type = type; });
+  add(c, "--threads", "N", "Threads, at most 4 per core [one per core this process may use]", parse_threads,
+      [&](int64_t n) { a.threads = static_cast<int>(n); });
   c.add_flag("--json", a.json, "One JSON document instead of a table");
 }
 
@@ -543,6 +595,7 @@ Parsed parse_command_line(int argc, char** argv) {
   GenerateArgs generate;
   ScoreArgs score;
   TokenizeArgs tokenize;
+  QuantizeArgs quantize;
   BenchServeArgs bench;
   BenchOpsArgs bench_ops;
   BenchStepArgs bench_step;
@@ -552,6 +605,7 @@ Parsed parse_command_line(int argc, char** argv) {
   add_generate(app, generate);
   add_score(app, score);
   add_tokenize(app, tokenize);
+  add_quantize(app, quantize);
   add_bench(app, bench, bench_ops, bench_step);
   add_ops(app, ops, explain);
   add_doctor(app, doctor);
@@ -566,6 +620,7 @@ Parsed parse_command_line(int argc, char** argv) {
   if (app.got_subcommand("generate")) return {generate};
   if (app.got_subcommand("score")) return {score};
   if (app.got_subcommand("tokenize")) return {tokenize};
+  if (app.got_subcommand("quantize")) return {quantize};
   if (app.got_subcommand("bench")) {
     if (app.get_subcommand("bench")->got_subcommand("ops")) return {bench_ops};
     if (app.get_subcommand("bench")->got_subcommand("step")) return {bench_step};

@@ -39,6 +39,16 @@ struct TokenizeArgs {
   bool parse_special = false, json = false;
 };
 
+struct QuantizeArgs {
+  std::string model, out, scheme;
+  std::string calibration_file;  ///< empty: none
+  int64_t max_windows = 0;       ///< of the calibration text; 0: all
+  double margin = 1;
+  DType scale_type = DType::f32;
+  int threads = 0;
+  bool json = false;
+};
+
 struct BenchServeArgs {
   EngineOptions engine;
   std::string workload = "mixed";
@@ -84,7 +94,7 @@ struct DoctorArgs {
   bool json = false;
 };
 
-using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, BenchServeArgs,
+using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, QuantizeArgs, BenchServeArgs,
                              BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs, DoctorArgs>;
 
 struct Parsed {

@@ -51,6 +51,13 @@ struct TokenizerSource {
 ///   N.mlp.experts.gate_up_proj, .down_proj         [experts, 2 I, H] (gate rows first), [experts, H, I]
 ///   N.mlp.experts.{gate,up,down}_proj              GGUF: [experts, I, H] twice, [experts, H, I]
 ///
+/// fp8 matrices have scales beside them; X is the name without `.weight` where it has one:
+///   X.weight_scale, X.weight_scale_inv             one scale, or one per 128 x 128; stored * scale is the weight
+///   X.input_scale, X.activation_scale              given scale of what the matrix is multiplied by
+///   X_scale, X_scale_inv, X_input_scale, ...       the same of stacked experts: one for all, one each, or (gate_up)
+///                                                  [experts, 2]
+///   N.self_attn.{k,v}_scale                        scales of fp8 keys and values
+///
 /// A view is valid while the checkpoint lives, and read-only although Tensor cannot say so. Element types are
 /// the file's.
 class Checkpoint {

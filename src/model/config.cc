@@ -18,6 +18,20 @@ std::string_view name_of(Architecture architecture) {
   return "unknown";
 }
 
+std::string_view name_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::plain:
+      return "plain";
+    case WeightFormat::fp8_static:
+      return "fp8, per tensor";
+    case WeightFormat::fp8_dynamic:
+      return "fp8, per tensor, dynamic";
+    case WeightFormat::fp8_block128:
+      return "fp8, blocks of 128";
+  }
+  return "unknown";
+}
+
 namespace {
 
 Status check_range(std::string_view field, int64_t value, int64_t min, int64_t max) {

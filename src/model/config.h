@@ -25,6 +25,15 @@ struct RopeScaling {
 
 enum class RouterScore { softmax, sigmoid };
 
+/// How the matrices of the layers are stored, and who makes the scales of what they are multiplied by.
+enum class WeightFormat : uint8_t {
+  plain,         ///< f32, f16, bf16 or a block format
+  fp8_static,    ///< fp8 and activations with a given scale per tensor
+  fp8_dynamic,   ///< fp8 with a scale per tensor, activations with a made one per token
+  fp8_block128,  ///< fp8 with a scale per 128 x 128, activations with made ones per 128 of a token
+};
+std::string_view name_of(WeightFormat format);
+
 /// What a decoder needs to know about itself, whichever file format it came from.
 struct ModelConfig {
   Architecture architecture = Architecture::llama;
@@ -48,6 +57,9 @@ struct ModelConfig {
   bool router_renormalise = true;  ///< chosen weights sum to 1
   double router_scale = 1;         ///< factor on the weights after renormalisation
 
+  /// What the files announce. A loader goes by the tensors: some matrices may be left as they were.
+  WeightFormat weight_format = WeightFormat::plain;
+
   int32_t bos_id = -1, pad_id = -1;
   std::vector<int32_t> eos_ids;  ///< any of them ends a generation
 
@@ -68,7 +80,7 @@ inline constexpr int64_t kMaxCacheWidth = int64_t{1} << 28;
 /// eos ids are added. An absent field has the value that transformers gives it; sizes without which there is
 /// no model must be present. Every number is checked: a message names the field, its value and what would
 /// fit. unsupported: the values are well-formed and ask for something that is not there (another model_type,
-/// biases, a rope_type, quantised weights).
+/// biases, a rope_type, weights quantised to anything but fp8).
 Result<ModelConfig> parse_hf_config(std::string_view config_json,
                                     std::string_view generation_config_json = {});
 

@@ -73,12 +73,6 @@ Status refuse_unknown_features(const std::string& place, JsonFields& fields) {
       return unsupported("{}: {} is true, needs false (no biases)", place, field);
   if (const std::string act = fields.text("hidden_act", "silu"); act != "silu")
     return unsupported("{}: hidden_act is '{}', needs silu", place, act);
-  if (const json* value = fields.find("quantization_config")) {
-    const auto method = value->is_object() ? value->find("quant_method") : value->end();
-    return unsupported(
-        "{}: quantization_config has quant_method {}, needs an unquantised checkpoint (bf16, f16, f32)",
-        place, value->is_object() && method != value->end() ? excerpt(*method) : "none");
-  }
   for (const char* field : {"n_group", "topk_group", "num_expert_group"})
     if (const int64_t groups = fields.integer(field, 0, limits::kMaxExperts, 1); groups > 1)
       return unsupported("{}: {} is {}, needs 1 (no group-limited routing)", place, field, groups);
@@ -87,6 +81,65 @@ Status refuse_unknown_features(const std::string& place, JsonFields& fields) {
   if (const double part = fields.number("partial_rotary_factor", 1.0); part != 1.0)
     return unsupported("{}: partial_rotary_factor is {}, needs 1", place, part);
   return fields.status();
+}
+
+// Modules that stay unquantised. Whether a matrix is fp8 is seen from its tensors, so the names are only checked.
+Status check_module_list(const std::string& place, const JsonFields& fields, const char* field) {
+  const json* list = fields.find(field);
+  if (list == nullptr) return {};
+  const auto is_name = [](const json& entry) { return entry.is_string(); };
+  if (list->is_array() && std::all_of(list->begin(), list->end(), is_name)) return {};
+  return invalid_argument("{}: {} is {}, needs a list of module names", place, field, excerpt(*list));
+}
+
+// "static", or {"num_bits": 8, "type": "float", ...}. Scales are looked for among the tensors.
+Status check_kv_cache_scheme(const std::string& place, const JsonFields& fields) {
+  const json* scheme = fields.find("kv_cache_scheme");
+  if (scheme == nullptr || scheme->is_string()) return {};
+  if (!scheme->is_object()) {
+    return invalid_argument("{}: kv_cache_scheme is {}, needs a string or an object", place,
+                            excerpt(*scheme));
+  }
+  JsonFields object(fmt::format("{}: kv_cache_scheme", place), *scheme);
+  const int64_t bits = object.integer("num_bits", 1, 64, 8);
+  const std::string type = object.text("type", "float");
+  VIVACE_TRY(object.status());
+  if (bits == 8 && type == "float") return {};
+  return unsupported("{}: kv_cache_scheme has num_bits {} and type '{}', needs 8 and 'float'", place, bits,
+                     type);
+}
+
+Result<WeightFormat> read_quantisation(const std::string& config_place, const JsonFields& config) {
+  const json* value = config.find("quantization_config");
+  if (value == nullptr) return WeightFormat::plain;
+  const std::string place = fmt::format("{}: quantization_config", config_place);
+  if (!value->is_object()) return unsupported("{} is {}, needs an object", place, excerpt(*value));
+  JsonFields fields(place, *value);
+  const std::string method = fields.text("quant_method", "");
+  const std::string scheme = fields.text("activation_scheme", "dynamic"), number = fields.text("fmt", "e4m3");
+  VIVACE_TRY(fields.status());
+  if (method != "fp8") {
+    return unsupported("{} has quant_method '{}', needs fp8 or an unquantised checkpoint (bf16, f16, f32)",
+                       place, method);
+  }
+  if (number != "e4m3") return unsupported("{}.fmt is '{}', needs e4m3", place, number);
+  if (scheme != "static" && scheme != "dynamic") {
+    return unsupported("{}.activation_scheme is '{}', needs static or dynamic", place, scheme);
+  }
+  for (const char* list : {"ignored_layers", "modules_to_not_convert"}) {
+    VIVACE_TRY(check_module_list(place, fields, list));
+  }
+  VIVACE_TRY(check_kv_cache_scheme(place, fields));
+  const json* block = fields.find("weight_block_size");
+  if (block == nullptr) return scheme == "static" ? WeightFormat::fp8_static : WeightFormat::fp8_dynamic;
+  if (*block != json::array({128, 128})) {
+    return unsupported("{}.weight_block_size is {}, needs [128, 128], or null for one scale per tensor",
+                       place, block->dump().substr(0, 60));
+  }
+  if (scheme == "static") {
+    return unsupported("{}.activation_scheme is 'static' with blocks of weights, needs dynamic", place);
+  }
+  return WeightFormat::fp8_block128;
 }
 
 // transformers 4: rope_theta and rope_scaling beside each other; 5: both inside rope_parameters.
@@ -268,6 +321,7 @@ Result<ModelConfig> parse_hf_config(std::string_view config_json, std::string_vi
   config.bos_id = static_cast<int32_t>(fields.integer("bos_token_id", -1, kMaxId, -1));
   config.pad_id = static_cast<int32_t>(fields.integer("pad_token_id", -1, kMaxId, -1));
   VIVACE_TRY(fields.status());
+  VIVACE_TRY_ASSIGN(config.weight_format, read_quantisation(place, fields));
   VIVACE_TRY(read_rope(place, fields, defaults, config));
   if (config.architecture != Architecture::llama) VIVACE_TRY(read_experts(place, fields, defaults, config));
 

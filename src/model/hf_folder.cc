@@ -80,19 +80,19 @@ class Loader {
   Loader(const std::string& folder, MappedCheckpoint& checkpoint)
       : folder_(folder), checkpoint_(checkpoint) {}
 
-  /// All tensors of one file, or those that the index puts there.
-  Status add_file(const std::string& file_name, const std::set<std::string>* listed) {
+  /// The listed tensors of one file; all of them with an empty list.
+  Status add_file(const std::string& file_name, const std::set<std::string>& listed) {
     const std::string path = folder_ + "/" + file_name;
     VIVACE_TRY_ASSIGN(std::shared_ptr<MappedFile> file, MappedFile::open(path));
     const Result<std::vector<SafetensorsEntry>> entries = parse_safetensors(file->bytes());
     if (!entries.ok()) return entries.status().at(path);
     size_t found = 0;
     for (const SafetensorsEntry& entry : *entries) {
-      if (listed != nullptr && !listed->contains(entry.name)) continue;
+      if (!listed.empty() && !listed.contains(entry.name)) continue;
       ++found;
       VIVACE_TRY(add(entry).at(path));
     }
-    if (listed != nullptr && found != listed->size()) return missing_from(path, *entries, *listed);
+    if (!listed.empty() && found != listed.size()) return missing_from(path, *entries, listed);
     checkpoint_.files.push_back(std::move(file));
     return {};
   }
@@ -131,21 +131,29 @@ class Loader {
   int64_t mtp_tensors_ = 0;
 };
 
-Status add_weights(const std::string& folder, Loader& loader) {
+/// " (fp8, per tensor)", or nothing.
+std::string format_note(const ModelConfig& config) {
+  if (config.weight_format == WeightFormat::plain) return {};
+  return fmt::format(" ({})", name_of(config.weight_format));
+}
+
+}  // namespace
+
+Result<WeightFiles> hf_weight_files(const std::string& folder) {
   const std::string single = "model.safetensors", index = "model.safetensors.index.json";
-  if (is_regular_file(folder + "/" + single)) return loader.add_file(single, nullptr);
+  WeightFiles files;
+  if (is_regular_file(folder + "/" + single)) {
+    files[single] = {};
+    return files;
+  }
   const std::string index_path = folder + "/" + index;
   if (!is_regular_file(index_path)) return not_found("{}: has neither {} nor {}", folder, single, index);
   VIVACE_TRY_ASSIGN(const std::string text, read_text_file(index_path, kMaxIndexBytes));
   const Result<std::map<std::string, std::string>> weight_map = parse_safetensors_index(text);
   if (!weight_map.ok()) return weight_map.status().at(folder);
-  std::map<std::string, std::set<std::string>> shards;
-  for (const auto& [tensor, file] : *weight_map) shards[file].insert(tensor);
-  for (const auto& [file, listed] : shards) VIVACE_TRY(loader.add_file(file, &listed));
-  return {};
+  for (const auto& [tensor, file] : *weight_map) files[file].insert(tensor);
+  return files;
 }
-
-}  // namespace
 
 Result<std::unique_ptr<Checkpoint>> open_hf_folder(const std::string& path) {
   auto checkpoint = std::make_unique<MappedCheckpoint>();
@@ -164,11 +172,12 @@ Result<std::unique_ptr<Checkpoint>> open_hf_folder(const std::string& path) {
   VIVACE_TRY(read_tokenizer(path, checkpoint->model_config, checkpoint->tokenizer_source));
 
   Loader loader(path, *checkpoint);
-  VIVACE_TRY(add_weights(path, loader));
-  checkpoint->one_line =
-      fmt::format("safetensors, {}, {} tensors in {} file{}{}",
-                  name_of(checkpoint->model_config.architecture), checkpoint->tensors.size(),
-                  checkpoint->files.size(), checkpoint->files.size() == 1 ? "" : "s", loader.left_out());
+  VIVACE_TRY_ASSIGN(const WeightFiles files, hf_weight_files(path));
+  for (const auto& [file, listed] : files) VIVACE_TRY(loader.add_file(file, listed));
+  checkpoint->one_line = fmt::format(
+      "safetensors, {}{}, {} tensors in {} file{}{}", name_of(checkpoint->model_config.architecture),
+      format_note(checkpoint->model_config), checkpoint->tensors.size(), checkpoint->files.size(),
+      checkpoint->files.size() == 1 ? "" : "s", loader.left_out());
   return std::unique_ptr<Checkpoint>(std::move(checkpoint));
 }
 

@@ -1,6 +1,8 @@
 #include "src/model/hf_names.h"
 
+#include <algorithm>
 #include <charconv>
+#include <iterator>
 
 #include "src/core/error.h"
 
@@ -21,6 +23,19 @@ constexpr Rename kHy3Renames[] = {
     {"mlp.e_score_correction_bias", "mlp.expert_bias", false},
     {"mlp.shared_experts.", "mlp.shared_mlp.", true},
 };
+
+// Scales of an fp8 KV cache, as different writers call them.
+constexpr Rename kScaleRenames[] = {
+    {"self_attn.k_cache.scale", "self_attn.k_scale", false},
+    {"self_attn.v_cache.scale", "self_attn.v_scale", false},
+    {"self_attn.attn.k_scale", "self_attn.k_scale", false},
+    {"self_attn.attn.v_scale", "self_attn.v_scale", false},
+    {"self_attn.k_proj.k_scale", "self_attn.k_scale", false},
+    {"self_attn.v_proj.v_scale", "self_attn.v_scale", false},
+};
+// Every step makes its own scales of Q.
+constexpr std::string_view kUnusedScales[] = {"self_attn.q.scale", "self_attn.q_scale",
+                                              "self_attn.attn.q_scale"};
 
 template <size_t N>
 std::string renamed(const Rename (&table)[N], std::string_view part) {
@@ -50,10 +65,12 @@ Result<HfName> hf_tensor_name(const ModelConfig& config, std::string_view name) 
         config.layers);
   }
   std::string part(rest + 1, static_cast<size_t>(end - rest - 1));
-  if (part.ends_with("rotary_emb.inv_freq")) {
+  if (part.ends_with("rotary_emb.inv_freq") ||
+      std::find(std::begin(kUnusedScales), std::end(kUnusedScales), part) != std::end(kUnusedScales)) {
     result.use = HfName::Use::derived;
     return result;
   }
+  part = renamed(kScaleRenames, part);
   if (config.is_moe()) part = renamed(kMoeRenames, part);
   if (config.architecture == Architecture::hy_v3) part = renamed(kHy3Renames, part);
   result.canonical = fmt::format("{}{}.{}", kLayers, layer, part);

@@ -12,6 +12,7 @@
 #include "vivace/embedding.h"
 #include "vivace/fused_moe.h"
 #include "vivace/linear.h"
+#include "vivace/quantize_fp8.h"
 #include "vivace/rms_norm.h"
 #include "vivace/route_top_k.h"
 #include "vivace/router_gemm.h"
@@ -51,7 +52,11 @@ struct Activations {
   Tensor residual;                            ///< f32 [hidden]: the residual stream
   Tensor picked;                              ///< f32 [hidden]: its rows whose logits are wanted
   Tensor normed, delta;                       ///< [hidden]: input and output of a block
-  Tensor qkv, q, attended;                    ///< [(heads_q + 2 heads_kv) * head_dim], [heads_q * head_dim]
+  Tensor qkv, q, attended;  ///< [(heads_q + 2 heads_kv) * head_dim], [heads_q * head_dim]; q fp8 with
+                            ///< an fp8 cache
+  Tensor q_scale;           ///< f32 [heads_q] of an fp8 q
+  Tensor fp8, fp8_scales;   ///< fp8 [widest], f32 [ceil(widest / 128)]: the input of the fp8 matrices
+                            ///< that run next; absent without any
   Tensor gate_up;                             ///< [2 * intermediate]; absent without dense layers
   Tensor scores, expert_ids, expert_weights;  ///< f32 [experts], i32 [top_k], f32 [top_k]; absent in a dense model
   Tensor schedule;                            ///< i32, one map for all layers
@@ -64,7 +69,8 @@ struct LayerGraph {
   Weights weights;
   Activations buffers;
   Tensor cos_sin;            ///< f32 [max_model_len, rotary_dim]
-  std::vector<Tensor> k, v;  ///< per layer [pages, page_tokens, heads_kv, head_dim]
+  std::vector<Tensor> k,
+      v;  ///< per layer [pages, page_tokens, heads_kv, head_dim]; fp8 with the layers' scales
   DecodeScheduleParams schedule;
   bool exact = false, deterministic = false;
 };
@@ -87,14 +93,43 @@ inline Tensor as_heads(const Tensor& matrix, int64_t heads, int64_t head_dim) {
   return view;
 }
 
+/// The first tokens * width elements of a buffer as [tokens, width].
+inline Tensor reshaped(const Tensor& buffer, int64_t tokens, int64_t width) {
+  return Tensor(buffer.data, buffer.dtype, {tokens, width}, buffer.device);
+}
+
+inline LinearPart part(const Matrix& matrix, const Tensor& y) {
+  return {.weight = matrix.weight, .weight_scale = matrix.scale, .y = y};
+}
+
+/// What the matrices of a block are multiplied by: activations, or what fp8 keeps of them.
+struct BlockInput {
+  Tensor x, scale;
+  Fp8Scaling scaling = Fp8Scaling::tensor;
+};
+
+/// A place for the input of fp8 matrices, [tokens, width].
+inline BlockInput fp8_input(const Activations& buffers, const BlockInputFormat& format, int64_t tokens,
+                            int64_t width) {
+  BlockInput input{reshaped(buffers.fp8, tokens, width), format.scale, format.scaling};
+  if (format.scaling == Fp8Scaling::block)
+    input.scale = reshaped(buffers.fp8_scales, tokens, (width + 127) / 128);
+  if (format.scaling == Fp8Scaling::token) {
+    input.scale = Tensor(buffers.fp8_scales.data, DType::f32, {tokens}, buffers.fp8_scales.device);
+  }
+  return input;
+}
+
 }  // namespace internal
 
 /// Walks one step: calls run(layer, args) for every operator in the order of the data flow. One walk serves running,
 /// explaining and sizing, so they cannot disagree.
 ///
 /// The residual stream is updated by the norm that follows a block: rms_norm adds the block's output to it and
-/// normalises the sum in one pass. After attention in the last layer only rows whose logits are wanted go on; a step
-/// without any ends at that layer's keys and values.
+/// normalises the sum in one pass. Matrices of fp8 get their input quantised by what makes it: rms_norm, silu_mul,
+/// or, where others need it as it is (the router) or nobody can (attention), by quantize_fp8 behind it. After
+/// attention in the last layer only rows whose logits are wanted go on; a step without any ends at that layer's keys
+/// and values.
 template <class Run>
 Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
   const ModelConfig& config = graph.config;
@@ -111,16 +146,34 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                           .params = graph.schedule,
                                           .schedule = buffers.schedule}));
   }
-  const auto norm = [&](int64_t layer, const Tensor& weight) {
-    RmsNormArgs args{.x = residual, .weight = weight, .y = normed, .eps = config.rms_eps};
+  using internal::BlockInput;
+  const auto norm = [&](int64_t layer, const Tensor& weight, const BlockInput& to) {
+    RmsNormArgs args{.x = residual,
+                     .weight = weight,
+                     .y = to.x,
+                     .y_scale = to.scale,
+                     .y_scaling = to.scaling,
+                     .eps = config.rms_eps};
     if (delta.present()) {
       args.x = delta;
       args.residual = residual;
     }
     return run(layer, args);
   };
-  const auto project = [&](int64_t layer, const Tensor& x, std::initializer_list<LinearPart> parts) {
-    LinearArgs args{.x = x,
+  const auto fp8_input = [&](const BlockInputFormat& format, int64_t width) {
+    return internal::fp8_input(buffers, format, tokens, width);
+  };
+  /// Turns activations into what matrices of this format take.
+  const auto quantise = [&](int64_t layer, const BlockInputFormat& format, BlockInput& input) -> Status {
+    if (!format.fp8) return {};
+    const Tensor x = input.x;
+    input = fp8_input(format, x.shape[1]);
+    return run(layer, QuantizeFp8Args{.x = x, .y = input.x, .scale = input.scale, .scaling = input.scaling});
+  };
+  const auto project = [&](int64_t layer, const BlockInput& input, std::initializer_list<LinearPart> parts) {
+    LinearArgs args{.x = input.x,
+                    .x_scale = input.scale,
+                    .x_scaling = input.scaling,
                     .exact = graph.exact,
                     .batch_invariant = graph.deterministic,
                     .workspace = buffers.linear_scratch};
@@ -133,16 +186,22 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     const LayerWeights& weights = graph.weights.layers[l];
     const bool last = l + 1 == config.layers;
 
-    VIVACE_TRY(norm(l, weights.input_norm));
+    const BlockInput x =
+        weights.qkv_input.fp8 ? fp8_input(weights.qkv_input, config.hidden) : BlockInput{.x = normed};
+    VIVACE_TRY(norm(l, weights.input_norm, x));
     const Tensor qkv = buffers.qkv.rows(0, tokens);
     if (weights.qkv.present()) {
-      VIVACE_TRY(project(l, normed, {{.weight = weights.qkv, .y = qkv}}));
+      VIVACE_TRY(project(l, x, {internal::part(weights.qkv, qkv)}));
     } else {
-      VIVACE_TRY(project(l, normed,
-                         {{.weight = weights.q, .y = internal::columns(qkv, 0, width_q)},
-                          {.weight = weights.k, .y = internal::columns(qkv, width_q, width_kv)},
-                          {.weight = weights.v, .y = internal::columns(qkv, width_q + width_kv, width_kv)}}));
+      VIVACE_TRY(project(l, x,
+                         {internal::part(weights.q, internal::columns(qkv, 0, width_q)),
+                          internal::part(weights.k, internal::columns(qkv, width_q, width_kv)),
+                          internal::part(weights.v, internal::columns(qkv, width_q + width_kv, width_kv))}));
     }
+    const bool fp8_cache = graph.k[l].dtype == DType::fp8_e4m3;
+    const Tensor q_scale = fp8_cache ? buffers.q_scale.rows(0, tokens) : Tensor();
+    const Tensor k_scale = fp8_cache ? weights.k_scale : Tensor(),
+                 v_scale = fp8_cache ? weights.v_scale : Tensor();
     const Tensor q = internal::as_heads(buffers.q.rows(0, tokens), config.heads_q, config.head_dim);
     VIVACE_TRY(run(l, AttentionPrologueArgs{.qkv = qkv,
                                             .q_norm_weight = weights.q_norm,
@@ -153,6 +212,9 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                             .q = q,
                                             .k = graph.k[l],
                                             .v = graph.v[l],
+                                            .q_scale = q_scale,
+                                            .k_scale = k_scale,
+                                            .v_scale = v_scale,
                                             .qk_norm = config.qk_norm ? QkNorm::norm_then_rope : QkNorm::none,
                                             .rope_style = config.rope_style == RopeStyle::neox
                                                               ? vivace::RopeStyle::neox
@@ -165,6 +227,9 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                             .k = graph.k[l],
                             .v = graph.v[l],
                             .output = internal::as_heads(attended, config.heads_q, config.head_dim),
+                            .q_scale = q_scale,
+                            .k_scale = k_scale,
+                            .v_scale = v_scale,
                             .window = config.sliding_window};
     const auto of_group = [&](const RequestGroup& group) {
       attention.page_table = group.page_table;
@@ -188,7 +253,8 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
       // Rows are picked as an embedding is: by their numbers.
       tokens = step.logit_rows.shape[0];
       const Tensor picked = buffers.picked.rows(0, tokens);
-      const Tensor picked_attended = buffers.q.rows(0, tokens);  // the queries were read: their buffer is free
+      // Q, K and V were read: their buffer is free.
+      const Tensor picked_attended = internal::reshaped(buffers.qkv, tokens, width_q);
       VIVACE_TRY(run(l, EmbeddingArgs{.ids = step.logit_rows, .table = residual, .y = picked}));
       VIVACE_TRY(run(l, EmbeddingArgs{.ids = step.logit_rows, .table = attended, .y = picked_attended}));
       residual = picked;
@@ -196,22 +262,35 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
       normed = buffers.normed.rows(0, tokens);
     }
     delta = buffers.delta.rows(0, tokens);
-    VIVACE_TRY(project(l, attended, {{.weight = weights.o, .y = delta}}));
+    BlockInput o_input{.x = attended};
+    VIVACE_TRY(quantise(l, weights.o_input, o_input));
+    VIVACE_TRY(project(l, o_input, {internal::part(weights.o, delta)}));
 
-    VIVACE_TRY(norm(l, weights.post_attention_norm));
     if (!weights.sparse()) {
+      const BlockInput mlp_input =
+          weights.mlp_input.fp8 ? fp8_input(weights.mlp_input, config.hidden) : BlockInput{.x = normed};
+      VIVACE_TRY(norm(l, weights.post_attention_norm, mlp_input));
       const Tensor both = buffers.gate_up.rows(0, tokens);
       const Tensor gate = internal::columns(both, 0, config.intermediate);
       const Tensor up = internal::columns(both, config.intermediate, config.intermediate);
+      const ExpertWeights& dense = weights.dense;
       if (weights.dense_gate_up.present()) {
-        VIVACE_TRY(project(l, normed, {{.weight = weights.dense_gate_up, .y = both}}));
+        VIVACE_TRY(project(l, mlp_input, {internal::part(weights.dense_gate_up, both)}));
       } else {
-        VIVACE_TRY(project(l, normed,
-                           {{.weight = weights.dense.gate, .y = gate}, {.weight = weights.dense.up, .y = up}}));
+        VIVACE_TRY(project(l, mlp_input,
+                           {internal::part({dense.gate, dense.gate_scale}, gate),
+                            internal::part({dense.up, dense.up_scale}, up)}));
       }
-      VIVACE_TRY(run(l, SiluMulArgs{.gate = gate, .up = up, .y = gate}));
-      VIVACE_TRY(project(l, gate, {{.weight = weights.dense.down, .y = delta}}));
+      const BlockInput down_input =
+          weights.down_input.fp8 ? fp8_input(weights.down_input, config.intermediate) : BlockInput{.x = gate};
+      VIVACE_TRY(run(l, SiluMulArgs{.gate = gate,
+                                    .up = up,
+                                    .y = down_input.x,
+                                    .y_scale = down_input.scale,
+                                    .y_scaling = down_input.scaling}));
+      VIVACE_TRY(project(l, down_input, {internal::part({dense.down, dense.down_scale}, delta)}));
     } else {
+      VIVACE_TRY(norm(l, weights.post_attention_norm, {.x = normed}));
       const Tensor scores = buffers.scores.rows(0, tokens), ids = buffers.expert_ids.rows(0, tokens);
       const Tensor expert_weights = buffers.expert_weights.rows(0, tokens);
       VIVACE_TRY(run(l, RouterGemmArgs{.x = normed,
@@ -227,9 +306,15 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                                                                       : RouteScoring::sigmoid,
                                .renormalise = config.router_renormalise,
                                .scale = config.router_scale}));
-      VIVACE_TRY(run(l, FusedMoeArgs{.x = normed,
+      BlockInput mlp_input{.x = normed};
+      VIVACE_TRY(quantise(l, weights.mlp_input, mlp_input));
+      VIVACE_TRY(run(l, FusedMoeArgs{.x = mlp_input.x,
+                                     .x_scale = mlp_input.scale,
                                      .gate_up = weights.experts_gate_up,
                                      .down = weights.experts_down,
+                                     .gate_up_scale = weights.experts_gate_up_scale,
+                                     .down_scale = weights.experts_down_scale,
+                                     .act_scale = weights.experts_act_scale,
                                      .experts = weights.experts,
                                      .shared = weights.shared,
                                      .expert_ids = ids,
@@ -238,8 +323,8 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                      .workspace = buffers.moe_scratch}));
     }
   }
-  VIVACE_TRY(norm(-1, graph.weights.norm));
-  return project(-1, normed, {{.weight = graph.weights.lm_head, .y = step.logits}});
+  VIVACE_TRY(norm(-1, graph.weights.norm, {.x = normed}));
+  return project(-1, {.x = normed}, {{.weight = graph.weights.lm_head, .y = step.logits}});
 }
 
 }  // namespace vivace::model

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,11 @@ class MappedCheckpoint final : public Checkpoint {
   /// invalid_argument: two tensors of the files have the same canonical name.
   Status add(const std::string& canonical, const std::string& file_name, StoredTensor stored);
 };
+
+/// The safetensors files of a Hugging Face folder, and of each the tensors that the index puts there; an empty set
+/// means all of them.
+using WeightFiles = std::map<std::string, std::set<std::string>>;
+Result<WeightFiles> hf_weight_files(const std::string& folder);
 
 /// The two kinds that Checkpoint::open tells apart.
 Result<std::unique_ptr<Checkpoint>> open_gguf(const std::string& path);

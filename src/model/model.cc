@@ -8,6 +8,7 @@
 
 #include "src/core/error.h"
 #include "src/core/guard.h"
+#include "src/core/log.h"
 #include "src/cpu/thread_pool.h"
 #include "src/device/resolve_ids.h"
 #include "src/model/layer_graph.h"
@@ -32,13 +33,18 @@ constexpr int64_t kCtasPerSm = 2;  // that share a decode step's tiles on a GPU
 struct RunCalls {
   const Stream& stream;
   const Model::RouteObserver& observer;
+  const Model::CallObserver& calls;
 
   Status operator()(int64_t, const EmbeddingArgs& args) const { return embedding(args, stream); }
   Status operator()(int64_t, const DecodeScheduleArgs& args) const { return decode_schedule(args, stream); }
   Status operator()(int64_t, const RmsNormArgs& args) const { return rms_norm(args, stream); }
-  Status operator()(int64_t, const LinearArgs& args) const { return linear(args, stream); }
-  Status operator()(int64_t, const AttentionPrologueArgs& args) const {
-    return attention_prologue(args, stream);
+  Status operator()(int64_t layer, const LinearArgs& args) const {
+    VIVACE_TRY(linear(args, stream));
+    return calls.linear ? calls.linear(layer, args) : Status();
+  }
+  Status operator()(int64_t layer, const AttentionPrologueArgs& args) const {
+    VIVACE_TRY(attention_prologue(args, stream));
+    return calls.attention_prologue ? calls.attention_prologue(layer, args) : Status();
   }
   Status operator()(int64_t, const AttentionDecodeArgs& args) const { return attention_decode(args, stream); }
   Status operator()(int64_t, const AttentionPrefillArgs& args) const {
@@ -60,7 +66,11 @@ struct RunCalls {
     observer(layer, Tensor(copy.data(), DType::i32, {ids.shape[0], ids.shape[1]}));
     return {};
   }
-  Status operator()(int64_t, const FusedMoeArgs& args) const { return fused_moe(args, stream); }
+  Status operator()(int64_t, const QuantizeFp8Args& args) const { return quantize_fp8(args, stream); }
+  Status operator()(int64_t layer, const FusedMoeArgs& args) const {
+    VIVACE_TRY(fused_moe(args, stream));
+    return calls.fused_moe ? calls.fused_moe(layer, args) : Status();
+  }
 };
 
 /// Asks each call of the walk which row it would take.
@@ -103,6 +113,9 @@ struct ExplainCalls {
   }
   Status operator()(int64_t layer, const RouteTopKArgs& args) const {
     return add(layer, "route_top_k", route_top_k_explain(args, stream));
+  }
+  Status operator()(int64_t layer, const QuantizeFp8Args& args) const {
+    return add(layer, "quantize_fp8", quantize_fp8_explain(args, stream));
   }
   Status operator()(int64_t layer, const FusedMoeArgs& args) const {
     return add(layer, "fused_moe", fused_moe_explain(args, stream));
@@ -259,6 +272,7 @@ class Decoder final : public Model {
   Status enqueue(const Stream& stream) override;
   std::vector<OpUse> explain(Phase phase, int64_t tokens, const Stream& stream) override;
   void observe_routes(RouteObserver observer) override { observer_ = std::move(observer); }
+  void observe_calls(CallObserver observer) override { calls_ = std::move(observer); }
 
  private:
   struct ScratchBytes {
@@ -298,6 +312,7 @@ class Decoder final : public Model {
   Memory step_memory_;
   StepArrays on_device_;
   RouteObserver observer_;
+  CallObserver calls_;
 };
 
 void Decoder::describe_pool(uint8_t* memory, int64_t pages) {
@@ -314,6 +329,18 @@ void Decoder::describe_pool(uint8_t* memory, int64_t pages) {
   }
 }
 
+/// Columns of the widest input of fp8 matrices; 0 without any.
+int64_t widest_fp8_input(const LayerGraph& graph) {
+  const ModelConfig& config = graph.config;
+  int64_t width = 0;
+  for (const LayerWeights& layer : graph.weights.layers) {
+    if (layer.qkv_input.fp8 || layer.mlp_input.fp8) width = std::max(width, config.hidden);
+    if (layer.o_input.fp8) width = std::max(width, config.heads_q * config.head_dim);
+    if (layer.down_input.fp8) width = std::max(width, config.intermediate);
+  }
+  return width;
+}
+
 /// The buffers of a step over `memory` (or shapes alone), and their bytes.
 std::pair<Activations, int64_t> Decoder::lay_out(uint8_t* memory, const ScratchBytes& scratch) const {
   const ModelConfig& config = graph_.config;
@@ -322,6 +349,8 @@ std::pair<Activations, int64_t> Decoder::lay_out(uint8_t* memory, const ScratchB
   const bool has_dense = std::any_of(graph_.weights.layers.begin(), graph_.weights.layers.end(),
                                      [](const LayerWeights& layer) { return layer.dense.present(); });
   const DType activation = on_cpu() ? DType::f32 : DType::bf16;
+  const bool fp8_cache = options_.kv_dtype == DType::fp8_e4m3;
+  const int64_t fp8_width = widest_fp8_input(graph_);
   Layout layout(memory, options_.device);
   Activations buffers;
   buffers.residual = layout.matrix(DType::f32, tokens, config.hidden);
@@ -329,7 +358,10 @@ std::pair<Activations, int64_t> Decoder::lay_out(uint8_t* memory, const ScratchB
   buffers.normed = layout.matrix(activation, tokens, config.hidden);
   buffers.delta = layout.matrix(activation, tokens, config.hidden);
   buffers.qkv = layout.matrix(activation, tokens, width_q + 2 * width_kv);
-  buffers.q = layout.matrix(activation, tokens, width_q);
+  buffers.q = layout.matrix(fp8_cache ? DType::fp8_e4m3 : activation, tokens, width_q);
+  buffers.q_scale = layout.matrix(DType::f32, tokens, fp8_cache ? config.heads_q : 0);
+  buffers.fp8 = layout.matrix(DType::fp8_e4m3, tokens, fp8_width);
+  buffers.fp8_scales = layout.matrix(DType::f32, tokens, (fp8_width + 127) / 128);
   buffers.attended = layout.matrix(activation, tokens, width_q);
   buffers.gate_up = layout.matrix(activation, tokens, has_dense ? 2 * config.intermediate : 0);
   buffers.scores = layout.matrix(DType::f32, tokens, config.experts);
@@ -575,7 +607,7 @@ Status Decoder::stage(const ForwardInput& input, const Tensor& logits, const Str
 
 Status Decoder::enqueue(const Stream& stream) {
   if (step_.tokens() == 0) return {};
-  return walk(graph_, step_, RunCalls{stream, observer_});
+  return walk(graph_, step_, RunCalls{stream, observer_, calls_});
 }
 
 std::vector<OpUse> Decoder::explain(Phase phase, int64_t tokens, const Stream& stream) {
@@ -607,11 +639,12 @@ Status check_options(const ModelConfig& config, const ModelOptions& options) {
     return invalid_argument("max_model_len is {}, needs at most the model's context of {} (0 takes it)",
                             options.max_model_len, config.max_position);
   }
-  const int64_t kv_types = options.device == Device::cpu ? dtypes_mask(DType::f32, DType::bf16, DType::f16)
-                                                         : dtypes_mask(DType::bf16, DType::f16);
+  const int64_t kv_types = options.device == Device::cpu
+                               ? dtypes_mask(DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3)
+                               : dtypes_mask(DType::bf16, DType::f16, DType::fp8_e4m3);
   if ((kv_types >> static_cast<int>(options.kv_dtype) & 1) == 0) {
     return invalid_argument("kv_dtype is {}, needs {} on {}", name_of(options.kv_dtype),
-                            options.device == Device::cpu ? "f32, bf16 or f16" : "bf16 or f16",
+                            options.device == Device::cpu ? "f32, bf16, f16 or fp8" : "bf16, f16 or fp8",
                             name_of(options.device));
   }
   return {};
@@ -631,18 +664,21 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelO
   VIVACE_TRY(validate(config));
   VIVACE_TRY(check_options(config, options));
   VIVACE_TRY_ASSIGN(const RouterMode router_mode, router_mode_of(options.router_mode));
+  std::unique_ptr<device::OwnedStream> on_device;
   if (options.device == Device::cuda) {
-    VIVACE_TRY_ASSIGN(const auto stream, device::OwnedStream::create(options.ordinal));
-    if (checkpoint.synthetic()) {
-      VIVACE_TRY_ASSIGN(graph.weights, synthetic_weights(config, stream->stream()));
-    } else {
-      VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
-      VIVACE_TRY(place_weights(graph.weights, stream->stream()));
-    }
-  } else if (checkpoint.synthetic()) {
-    return synthetic_weights(config, Stream{}).status();
+    VIVACE_TRY_ASSIGN(on_device, device::OwnedStream::create(options.ordinal));
+  }
+  if (checkpoint.synthetic()) {
+    VIVACE_TRY_ASSIGN(graph.weights, synthetic_weights(config, on_device ? on_device->stream() : Stream{}));
   } else {
     VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
+    if (options.kv_dtype == DType::fp8_e4m3) {
+      if (const int64_t layers = complete_kv_scales(graph.weights); layers > 0) {
+        log_line(fmt::format("{} of {} layers have no scales for fp8 keys and values; their scale is 1",
+                             layers, config.layers));
+      }
+    }
+    if (on_device) VIVACE_TRY(place_weights(graph.weights, on_device->stream()));
   }
   graph.exact = options.exact;
   graph.deterministic = options.deterministic;

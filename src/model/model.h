@@ -9,7 +9,10 @@
 #include <vector>
 
 #include "src/model/checkpoint.h"
+#include "vivace/attention_prologue.h"
 #include "vivace/dispatch.h"
+#include "vivace/fused_moe.h"
+#include "vivace/linear.h"
 #include "vivace/status.h"
 #include "vivace/stream.h"
 #include "vivace/tensor.h"
@@ -20,7 +23,8 @@ namespace vivace::model {
 struct ModelOptions {
   Device device = Device::cpu;  ///< where the weights go and steps run
   int ordinal = 0;              ///< which CUDA device
-  DType kv_dtype = DType::none;  ///< none: f32 on the CPU, bf16 on a GPU
+  DType kv_dtype =
+      DType::none;  ///< none: f32 on the CPU, bf16 on a GPU; fp8 takes the checkpoint's scales, else 1
   bool exact = false;          ///< no activation quantisation inside linear
   bool deterministic = false;  ///< batch-invariant attention schedule
   std::string router_mode = "exact";
@@ -84,10 +88,10 @@ class Model {
   /// Fills all pages with random keys and values of deviation 1, for speed runs; asynchronous on a GPU.
   virtual Status fill_pages(uint64_t seed, const Stream& stream) = 0;
   virtual WeightBytes weight_bytes() const = 0;
-  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`. Allocates nothing. It is
-  /// stage() and enqueue().
-  /// Fails  invalid_argument: sizes disagree with each other, with the options or with the pool, or a token id, position,
-  /// slot, length or page is out of range; the message names the entry and its value.
+  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`. Allocates nothing.
+  /// It is stage() and enqueue().
+  /// Fails  invalid_argument: sizes disagree with each other, with the options or with the pool, or a token id,
+  /// position, slot, length or page is out of range; the message names the entry and its value.
   virtual Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
   /// Checks a step and brings it to where enqueue() reads it. On a GPU the arrays are copied by `stream`, each kind to
   /// one place, whatever the step: a captured enqueue() may be replayed after another stage() of the same shape.
@@ -100,6 +104,14 @@ class Model {
   /// Sees the chosen experts of each MoE layer (tests compare them with references); null turns it off.
   using RouteObserver = std::function<void(int64_t layer, const Tensor& expert_ids)>;
   virtual void observe_routes(RouteObserver observer) = 0;
+  /// Sees calls after they ran, with what they were given: how calibration measures activations. An error ends the
+  /// step. Empty functions see nothing. On a GPU the tensors are the device's, and not yet computed.
+  struct CallObserver {
+    std::function<Status(int64_t layer, const LinearArgs& args)> linear;
+    std::function<Status(int64_t layer, const AttentionPrologueArgs& args)> attention_prologue;
+    std::function<Status(int64_t layer, const FusedMoeArgs& args)> fused_moe;
+  };
+  virtual void observe_calls(CallObserver observer) = 0;
 };
 
 }  // namespace vivace::model

@@ -4,14 +4,15 @@ import unittest
 
 from vivace import Case, HY3, QWEN, main, vivace
 
-COMMANDS = ["generate", "score", "tokenize", "bench", "bench serve", "bench step", "ops", "ops explain", "doctor"]
+COMMANDS = ["generate", "score", "tokenize", "quantize", "bench", "bench serve", "bench step", "ops", "ops explain",
+            "doctor"]
 GENERATE = ["generate", "--model", HY3, "--prompt-ids", "1,2,3"]
 
 
 class Help(Case):
     def test_help_teaches(self):
         top = self.ok("--help").text
-        for command in ["generate", "score", "tokenize", "bench", "ops", "doctor"]:
+        for command in ["generate", "score", "tokenize", "quantize", "bench", "ops", "doctor"]:
             self.assertIn(command, top)
         for command in COMMANDS:
             text = self.ok(*command.split(), "--help").text
@@ -60,7 +61,7 @@ class UsageErrors(Case):
             "--prompt-ids": (["1,x", "1,,2", "-1", "1,2,", "4294967296"], "needs token ids"),
             "--device": (["gpu", "cuda:x"], "needs cpu, cuda or cuda:N"),
             "--dtype": (["int4", "fp8"], "needs auto, f32 or bf16"),
-            "--kv-dtype": (["fp8", "q4"], "needs auto, f32 or bf16"),
+            "--kv-dtype": (["fp16", "q4"], "needs auto, f32, bf16 or fp8"),
             "--threads": (["0", "-2", "x", "1000000"], "needs an integer from 1 to"),
             "--stop": ([""], "needs at least one character"),
             "--router-mode": (["fast"], "needs exact or two_term"),

@@ -195,10 +195,46 @@ TEST(HfConfig, WhatIsNotThereIsRefusedByName) {
   expect_refused(with(llama(), "attention_bias", true), "attention_bias is true", Code::unsupported);
   expect_refused(with(llama(), "mlp_bias", true), "mlp_bias is true", Code::unsupported);
   expect_refused(with(llama(), "hidden_act", "gelu"), "hidden_act is 'gelu'", Code::unsupported);
-  expect_refused(with(llama(), "quantization_config", {{"quant_method", "fp8"}}), "quant_method \"fp8\"",
-                 Code::unsupported);
+  expect_refused(with(llama(), "quantization_config", {{"quant_method", "awq"}}),
+                 "quant_method 'awq', needs fp8", Code::unsupported);
   expect_refused(with(llama(), "quantization_config", {1}), "quantization_config", Code::unsupported);
   expect_refused(with(hy3(), "n_group", 8), "n_group is 8", Code::unsupported);
+}
+
+TEST(HfConfig, Fp8Formats) {
+  const auto format = [](const json& fields) {
+    json quantisation = {{"quant_method", "fp8"}};
+    quantisation.update(fields);
+    return with(llama(), "quantization_config", quantisation);
+  };
+  EXPECT_EQ(parsed(llama()).weight_format, WeightFormat::plain);
+  EXPECT_EQ(parsed(with(llama(), "quantization_config", nullptr)).weight_format, WeightFormat::plain);
+  EXPECT_EQ(parsed(format(json::object())).weight_format, WeightFormat::fp8_dynamic);
+  EXPECT_EQ(parsed(format({{"activation_scheme", "static"},
+                           {"ignored_layers", {"lm_head", "model.embed_tokens"}},
+                           {"kv_cache_scheme", "static"}}))
+                .weight_format,
+            WeightFormat::fp8_static);
+  EXPECT_EQ(parsed(format({{"activation_scheme", "dynamic"},
+                           {"fmt", "e4m3"},
+                           {"weight_block_size", {128, 128}},
+                           {"modules_to_not_convert", json::array()},
+                           {"kv_cache_scheme", {{"num_bits", 8}, {"type", "float"}}}}))
+                .weight_format,
+            WeightFormat::fp8_block128);
+  const auto unsupported = [&](const json& fields, const std::string& text) {
+    expect_refused(format(fields), text, Code::unsupported);
+  };
+  unsupported({{"weight_block_size", {64, 64}}}, "weight_block_size is [64,64], needs [128, 128]");
+  unsupported({{"weight_block_size", {128}}}, "weight_block_size is [128]");
+  unsupported({{"weight_block_size", {128, 128}}, {"activation_scheme", "static"}}, "needs dynamic");
+  unsupported({{"activation_scheme", "none"}}, "activation_scheme is 'none'");
+  unsupported({{"fmt", "e5m2"}}, "fmt is 'e5m2', needs e4m3");
+  unsupported({{"kv_cache_scheme", {{"num_bits", 8}, {"type", "int"}}}}, "type 'int', needs 8 and 'float'");
+  expect_refused(format({{"ignored_layers", "lm_head"}}), "ignored_layers is \"lm_head\", needs a list");
+  expect_refused(format({{"modules_to_not_convert", {1}}}), "modules_to_not_convert is a list");
+  expect_refused(format({{"kv_cache_scheme", 8}}), "kv_cache_scheme is 8");
+  expect_refused(format({{"activation_scheme", 1}}), "activation_scheme is 1, needs a string");
 }
 
 TEST(HfConfig, SizesAreChecked) {

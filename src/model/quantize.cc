@@ -1,0 +1,619 @@
+#include "src/model/quantize.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <string_view>
+#include <utility>
+
+#include "src/core/error.h"
+#include "src/core/guard.h"
+#include "src/core/number.h"
+#include "src/cpu/thread_pool.h"
+#include "src/model/hf_names.h"
+#include "src/model/json.h"
+#include "src/model/mapped_checkpoint.h"
+#include "src/model/safetensors.h"
+#include "src/model/safetensors_writer.h"
+#include "src/model/synthetic.h"
+#include "src/ops/linear/block_formats.h"
+#include "src/ops/quantize_fp8/quantize.h"
+
+namespace vivace::model {
+
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr size_t kMaxTextBytes = size_t{16} << 20;
+constexpr int64_t kBlock = kFp8ScaleBlock;
+
+/// What a matrix is multiplied by, as calibration measures it.
+enum class Input { qkv, o, mlp, down, shared_down, expert_down };
+
+/// A matrix to quantise, or (rows == 0) a tensor to keep.
+struct Unit {
+  const SafetensorsEntry* entry = nullptr;  ///< null: the scales of a layer's keys and values
+  std::string stem;                         ///< output names are stem + ".weight", ".weight_scale", ...
+  int64_t offset = 0;                       ///< of the matrix in the entry, in elements
+  int64_t rows = 0, columns = 0;
+  int64_t layer = 0, expert = 0;
+  Input input = Input::qkv;
+  size_t group = 0;
+
+  bool quantised() const { return rows > 0; }
+};
+
+constexpr std::string_view kGroupNames[] = {"attention", "dense mlp", "experts", "shared experts"};
+
+struct Target {
+  Input input;
+  size_t group;
+};
+
+/// What `part`, the canonical name behind the layer's number, is among the matrices to quantise.
+struct Match {
+  bool found = false;
+  Target target{};
+  int64_t expert = -1;   ///< of one stored by itself
+  bool stacked = false;  ///< [experts, rows, columns]
+  bool gate_and_up = false;
+};
+
+Match match(std::string_view part) {
+  const struct {
+    std::string_view name;
+    Target target;
+  } kMatrices[] = {
+      {"self_attn.q_proj.weight", {Input::qkv, 0}},
+      {"self_attn.k_proj.weight", {Input::qkv, 0}},
+      {"self_attn.v_proj.weight", {Input::qkv, 0}},
+      {"self_attn.o_proj.weight", {Input::o, 0}},
+      {"mlp.gate_proj.weight", {Input::mlp, 1}},
+      {"mlp.up_proj.weight", {Input::mlp, 1}},
+      {"mlp.down_proj.weight", {Input::down, 1}},
+      {"mlp.shared_mlp.gate_proj.weight", {Input::mlp, 3}},
+      {"mlp.shared_mlp.up_proj.weight", {Input::mlp, 3}},
+      {"mlp.shared_mlp.down_proj.weight", {Input::shared_down, 3}},
+  };
+  for (const auto& matrix : kMatrices) {
+    if (part == matrix.name) return {.found = true, .target = matrix.target};
+  }
+  constexpr std::string_view kExperts = "mlp.experts.";
+  if (!part.starts_with(kExperts)) return {};
+  part.remove_prefix(kExperts.size());
+  if (part == "gate_up_proj")
+    return {.found = true, .target = {Input::mlp, 2}, .stacked = true, .gate_and_up = true};
+  if (part == "down_proj") return {.found = true, .target = {Input::expert_down, 2}, .stacked = true};
+  int64_t expert = -1;
+  const auto [rest, failure] = std::from_chars(part.data(), part.data() + part.size(), expert);
+  if (failure != std::errc()) return {};
+  part.remove_prefix(static_cast<size_t>(rest - part.data()));
+  if (part == ".gate_proj.weight" || part == ".up_proj.weight") {
+    return {.found = true, .target = {Input::mlp, 2}, .expert = expert};
+  }
+  if (part == ".down_proj.weight")
+    return {.found = true, .target = {Input::expert_down, 2}, .expert = expert};
+  return {};
+}
+
+/// Everything of the source folder.
+struct Source {
+  ModelConfig config;
+  std::string config_text;
+  std::vector<std::shared_ptr<MappedFile>> files;
+  std::vector<std::vector<SafetensorsEntry>> entries;  ///< of each file
+  int64_t bytes = 0;
+};
+
+Result<Source> open_source(const std::string& folder) {
+  Source source;
+  VIVACE_TRY_ASSIGN(source.config_text, read_text_file(folder + "/config.json", kMaxTextBytes));
+  Result<ModelConfig> config = parse_hf_config(source.config_text);
+  if (!config.ok()) return config.status().at(folder);
+  source.config = std::move(*config);
+  if (source.config.weight_format != WeightFormat::plain) {
+    return unsupported("{}: the model is quantised already ({})", folder,
+                       name_of(source.config.weight_format));
+  }
+  VIVACE_TRY_ASSIGN(const WeightFiles files, hf_weight_files(folder));
+  for (const auto& [name, listed] : files) {
+    const std::string path = folder + "/" + name;
+    VIVACE_TRY_ASSIGN(std::shared_ptr<MappedFile> file, MappedFile::open(path));
+    Result<std::vector<SafetensorsEntry>> entries = parse_safetensors(file->bytes());
+    if (!entries.ok()) return entries.status().at(path);
+    std::erase_if(*entries,
+                  [&](const SafetensorsEntry& e) { return !listed.empty() && !listed.contains(e.name); });
+    for (const SafetensorsEntry& entry : *entries) source.bytes += static_cast<int64_t>(entry.data.size());
+    source.files.push_back(std::move(file));
+    source.entries.push_back(std::move(*entries));
+  }
+  return source;
+}
+
+bool is_plain(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+int64_t elements_of(const SafetensorsEntry& entry) {
+  return std::accumulate(entry.shape.begin(), entry.shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+/// The units of one tensor of the source.
+Status plan_entry(const ModelConfig& config, const SafetensorsEntry& entry, std::vector<Unit>& units) {
+  VIVACE_TRY_ASSIGN(const HfName name, hf_tensor_name(config, entry.name));
+  Match found;
+  int64_t layer = -1;
+  constexpr std::string_view kLayers = "model.layers.";
+  if (name.use == HfName::Use::keep && name.canonical.starts_with(kLayers)) {
+    const char* end = name.canonical.data() + name.canonical.size();
+    const char* rest = std::from_chars(name.canonical.data() + kLayers.size(), end, layer).ptr;
+    found = match({rest + 1, static_cast<size_t>(end - rest - 1)});
+  }
+  if (!found.found) {
+    units.push_back({.entry = &entry, .layer = layer});
+    return {};
+  }
+  if (!is_plain(entry.dtype)) {
+    return unsupported("{} is {}, needs F32, F16 or BF16 to be quantised", entry.name, entry.type_name);
+  }
+  if (entry.shape.size() != (found.stacked ? 3u : 2u) || entry.data.empty()) {
+    return invalid_argument("{} has shape [{}], needs {} dimensions, none of them 0", entry.name,
+                            fmt::join(entry.shape, ", "), found.stacked ? 3 : 2);
+  }
+  VIVACE_TRY(to_tensor(entry).status());  // aligned
+  Unit unit{.entry = &entry,
+            .rows = entry.shape[entry.shape.size() - 2],
+            .columns = entry.shape.back(),
+            .layer = layer,
+            .expert = found.expert,
+            .input = found.target.input,
+            .group = found.target.group};
+  if (!found.stacked) {
+    if (found.expert >= config.experts) {
+      return invalid_argument("{} is of expert {}, needs one below {}", entry.name, found.expert,
+                              config.experts);
+    }
+    unit.stem = entry.name.substr(0, entry.name.rfind('.'));
+    units.push_back(unit);
+    return {};
+  }
+  if (entry.shape[0] != config.experts || (found.gate_and_up && unit.rows % 2 != 0)) {
+    return invalid_argument("{} has shape [{}], needs {} experts{}", entry.name, fmt::join(entry.shape, ", "),
+                            config.experts, found.gate_and_up ? " with an even number of rows" : "");
+  }
+  // "...experts.gate_up_proj" becomes "...experts.E.gate_proj" and "...experts.E.up_proj".
+  const std::string prefix = entry.name.substr(0, entry.name.rfind('.') + 1);
+  const int64_t per_expert = unit.rows * unit.columns;
+  if (found.gate_and_up) unit.rows /= 2;
+  for (int64_t e = 0; e < config.experts; ++e) {
+    unit.expert = e;
+    unit.offset = e * per_expert;
+    unit.stem = fmt::format("{}{}.{}", prefix, e, found.gate_and_up ? "gate_proj" : "down_proj");
+    units.push_back(unit);
+    if (!found.gate_and_up) continue;
+    unit.offset += unit.rows * unit.columns;
+    unit.stem = fmt::format("{}{}.up_proj", prefix, e);
+    units.push_back(unit);
+  }
+  return {};
+}
+
+std::string_view type_name_of(DType dtype) {
+  return dtype == DType::f32 ? "F32" : dtype == DType::bf16 ? "BF16" : "F8_E4M3";
+}
+
+SafetensorsSlot slot_of(std::string name, DType dtype, std::vector<int64_t> shape) {
+  const int64_t element = info_of(dtype).block_bytes;
+  const int64_t bytes = std::accumulate(shape.begin(), shape.end(), element, std::multiplies<>());
+  return {std::move(name), std::string(type_name_of(dtype)), std::move(shape), bytes, element};
+}
+
+/// A quantised matrix in memory.
+struct Quantised {
+  std::vector<uint8_t> values;
+  std::vector<uint8_t> scales;  ///< in the type of the file
+  double error_squares = 0, squares = 0;
+};
+
+class Quantiser {
+ public:
+  Quantiser(const Source& source, const std::string& out, const QuantizeOptions& options,
+            const Stream& stream)
+      : source_(source), out_(out), options_(options), stream_(stream) {}
+
+  Status plan() {
+    for (const auto& entries : source_.entries) {
+      for (const SafetensorsEntry& entry : entries) VIVACE_TRY(plan_entry(source_.config, entry, units_));
+    }
+    if (options_.calibration != nullptr) {
+      for (int64_t l = 0; l < source_.config.layers; ++l) units_.push_back({.layer = l});
+    }
+    for (const std::string_view name : kGroupNames) result_.groups.push_back({.name = std::string(name)});
+    count_unvisited();
+    return {};
+  }
+
+  /// Files in order; `written` gets each path before the file is made.
+  Status write(std::vector<std::string>& written) {
+    std::vector<std::vector<const Unit*>> shards(1);
+    int64_t shard_bytes = 0, total = 0;
+    for (const Unit& unit : units_) {
+      int64_t bytes = 0;
+      for (const SafetensorsSlot& slot : slots_of(unit)) bytes += slot.bytes;
+      if (!shards.back().empty() && shard_bytes + bytes > options_.max_shard_bytes) {
+        shards.emplace_back();
+        shard_bytes = 0;
+      }
+      shards.back().push_back(&unit);
+      shard_bytes += bytes;
+      total += bytes;
+    }
+    json weight_map = json::object();
+    for (size_t s = 0; s < shards.size(); ++s) {
+      const std::string name = shards.size() == 1
+                                   ? "model.safetensors"
+                                   : fmt::format("model-{:05}-of-{:05}.safetensors", s + 1, shards.size());
+      written.push_back(out_ + "/" + name);
+      VIVACE_TRY(write_shard(written.back(), shards[s]));
+      for (const Unit* unit : shards[s]) {
+        for (const SafetensorsSlot& slot : slots_of(*unit)) weight_map[slot.name] = name;
+      }
+    }
+    result_.files = static_cast<int64_t>(shards.size());
+    if (shards.size() == 1) return {};
+    written.push_back(out_ + "/model.safetensors.index.json");
+    const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}};
+    return write_text(written.back(), index.dump(2) + "\n");
+  }
+
+  /// config.json of the result.
+  std::string config() const {
+    auto config = nlohmann::ordered_json::parse(source_.config_text);
+    nlohmann::ordered_json kept = nlohmann::ordered_json::array();
+    for (const Unit& unit : units_) {
+      if (unit.quantised() || unit.entry == nullptr || unit.entry->shape.size() != 2) continue;
+      const std::string& name = unit.entry->name;
+      if (name.ends_with(".weight")) kept.push_back(name.substr(0, name.rfind('.')));
+    }
+    if (source_.config.tied_embeddings) kept.push_back("lm_head");
+    nlohmann::ordered_json quantisation = {{"quant_method", "fp8"}, {"fmt", "e4m3"}};
+    if (blocks()) {
+      quantisation["activation_scheme"] = "dynamic";
+      quantisation["weight_block_size"] = {kBlock, kBlock};
+      quantisation["modules_to_not_convert"] = kept;
+    } else {
+      quantisation["activation_scheme"] = "static";
+      quantisation["ignored_layers"] = kept;
+    }
+    if (options_.calibration != nullptr) quantisation["kv_cache_scheme"] = "static";
+    config["quantization_config"] = quantisation;
+    return config.dump(2) + "\n";
+  }
+
+  QuantizeResult take() {
+    std::erase_if(result_.groups, [](const QuantizedGroup& group) { return group.matrices == 0; });
+    return std::move(result_);
+  }
+
+  static Status write_text(const std::string& path, const std::string& text) {
+    std::ofstream file(path, std::ios::binary);
+    file << text;
+    file.close();
+    if (!file) return io_error("{}: cannot be written", path);
+    return {};
+  }
+
+ private:
+  bool blocks() const { return options_.format == WeightFormat::fp8_block128; }
+
+  /// The tensors that a unit becomes, in the order in which write_unit() fills them.
+  std::vector<SafetensorsSlot> slots_of(const Unit& unit) const {
+    if (unit.entry == nullptr) {
+      const std::string prefix = fmt::format("model.layers.{}.self_attn.", unit.layer);
+      return {slot_of(prefix + "k_cache.scale", DType::f32, {1}),
+              slot_of(prefix + "v_cache.scale", DType::f32, {1})};
+    }
+    if (!unit.quantised()) {
+      const SafetensorsEntry& entry = *unit.entry;
+      const auto bytes = static_cast<int64_t>(entry.data.size());
+      return {{entry.name, entry.type_name, entry.shape, bytes,
+               bytes / std::max<int64_t>(1, elements_of(entry))}};
+    }
+    std::vector<SafetensorsSlot> slots = {
+        slot_of(unit.stem + ".weight", DType::fp8_e4m3, {unit.rows, unit.columns})};
+    if (blocks()) {
+      slots.push_back(slot_of(unit.stem + ".weight_scale_inv", options_.scale_type,
+                              {scale_blocks(unit.rows), scale_blocks(unit.columns)}));
+    } else {
+      slots.push_back(slot_of(unit.stem + ".weight_scale", options_.scale_type, {}));
+      slots.push_back(slot_of(unit.stem + ".input_scale", DType::f32, {1}));
+    }
+    return slots;
+  }
+
+  Status write_shard(const std::string& path, const std::vector<const Unit*>& units) {
+    std::vector<SafetensorsSlot> slots;
+    for (const Unit* unit : units) {
+      const auto more = slots_of(*unit);
+      slots.insert(slots.end(), more.begin(), more.end());
+    }
+    SafetensorsWriter writer;
+    VIVACE_TRY(writer.open(path, slots));
+    size_t slot = 0;
+    for (const Unit* unit : units) {
+      VIVACE_TRY(write_unit(*unit, writer, slot));
+      slot += slots_of(*unit).size();
+    }
+    return writer.close();
+  }
+
+  Status write_unit(const Unit& unit, SafetensorsWriter& writer, size_t slot) {
+    if (unit.entry == nullptr) {
+      const LayerRanges& ranges = options_.calibration->layers[unit.layer];
+      const float k = given_scale(ranges.k), v = given_scale(ranges.v);
+      VIVACE_TRY(writer.write(slot, &k));
+      return writer.write(slot + 1, &v);
+    }
+    if (!unit.quantised()) {
+      VIVACE_TRY(writer.write(slot, unit.entry->data.data()));
+      ++result_.kept_tensors;
+      result_.kept_bytes += static_cast<int64_t>(unit.entry->data.size());
+      advance(unit.entry->data);
+      return {};
+    }
+    const Quantised q = quantise(unit);
+    if (!std::isfinite(q.squares)) {
+      return invalid_argument("{} has a weight that is not finite; no scale fits it", unit.entry->name);
+    }
+    VIVACE_TRY(writer.write(slot, q.values.data()));
+    VIVACE_TRY(writer.write(slot + 1, q.scales.data()));
+    if (!blocks()) {
+      const float scale = given_scale(range_of(unit));
+      VIVACE_TRY(writer.write(slot + 2, &scale));
+    }
+    QuantizedGroup& group = result_.groups[unit.group];
+    const int64_t elements = unit.rows * unit.columns, element = info_of(unit.entry->dtype).block_bytes;
+    ++group.matrices;
+    group.bytes_before += elements * element;
+    for (const SafetensorsSlot& s : slots_of(unit)) group.bytes_after += s.bytes;
+    group.error_squares += q.error_squares;
+    group.squares += q.squares;
+    advance(unit.entry->data.subspan(static_cast<size_t>(unit.offset * element),
+                                     static_cast<size_t>(elements * element)));
+    return {};
+  }
+
+  /// `part` of the source was read and is not needed again.
+  void advance(std::span<const uint8_t> part) {
+    for (const auto& file : source_.files) file->drop_pages(part);
+    done_ += static_cast<int64_t>(part.size());
+    if (options_.progress) options_.progress(done_, source_.bytes);
+  }
+
+  /// The scale of values up to `range`: 448 of it reach that, with the margin. What was always 0 may be anything.
+  float given_scale(float range) const {
+    return range > 0 ? made_scale(double{range} * options_.margin) : 1.f;
+  }
+
+  float range_of(const Unit& unit) const {
+    const LayerRanges& ranges = options_.calibration->layers[unit.layer];
+    switch (unit.input) {
+      case Input::qkv:
+        return ranges.qkv;
+      case Input::o:
+        return ranges.o;
+      case Input::mlp:
+        return ranges.mlp;
+      case Input::down:
+        return ranges.down;
+      case Input::shared_down:
+        return ranges.shared_down;
+      case Input::expert_down:
+        break;
+    }
+    const std::vector<float>& experts = ranges.experts_down;
+    const float own = experts[unit.expert];
+    return own > 0 ? own : *std::max_element(experts.begin(), experts.end());
+  }
+
+  void count_unvisited() {
+    if (options_.calibration == nullptr || blocks()) return;
+    for (const LayerRanges& ranges : options_.calibration->layers) {
+      result_.unvisited_experts += std::count(ranges.experts_down.begin(), ranges.experts_down.end(), 0.f);
+    }
+  }
+
+  /// A scale as the file will have it: the values are quantised by what a reader sees.
+  float stored_scale(float scale) const {
+    return options_.scale_type == DType::bf16 ? bf16_to_f32(f32_to_bf16(scale)) : scale;
+  }
+
+  Quantised quantise(const Unit& unit) const {
+    const int64_t rows = unit.rows, columns = unit.columns;
+    const DType type = unit.entry->dtype;
+    const int64_t row_bytes = columns * info_of(type).block_bytes;
+    const uint8_t* base = unit.entry->data.data() + unit.offset * info_of(type).block_bytes;
+    const int64_t block_rows = blocks() ? scale_blocks(rows) : 1,
+                  block_columns = blocks() ? scale_blocks(columns) : 1;
+    const int64_t width = blocks() ? kBlock : columns;  // of a block
+    std::vector<float> scales(static_cast<size_t>(block_rows * block_columns));
+    const int64_t bands = scale_blocks(rows);  // of 128 rows, the unit of work
+    /// body(band, values, row) for every row, in fp32; bands in parallel.
+    const auto each_row = [&](auto&& body) {
+      cpu::parallel_for(stream_.threads, bands, [&](int64_t band, int) {
+        std::vector<float> values(static_cast<size_t>(columns));
+        for (int64_t row = band * kBlock; row < std::min(rows, (band + 1) * kBlock); ++row) {
+          dequantize_row(type, base + row * row_bytes, columns, values.data());
+          body(band, values, row);
+        }
+      });
+    };
+    std::vector<float> largest(static_cast<size_t>(bands * block_columns), 0.f);
+    each_row([&](int64_t band, const std::vector<float>& values, int64_t) {
+      for (int64_t c = 0; c < columns; ++c) {
+        float& max = largest[band * block_columns + c / width];
+        max = std::max(max, std::abs(values[c]));
+      }
+    });
+    if (blocks()) {
+      for (size_t i = 0; i < scales.size(); ++i) scales[i] = stored_scale(made_scale(largest[i]));
+    } else {
+      scales[0] = stored_scale(made_scale(*std::max_element(largest.begin(), largest.end())));
+    }
+
+    Quantised q;
+    q.values.resize(static_cast<size_t>(rows * columns));
+    std::vector<double> errors(static_cast<size_t>(bands), 0.0), squares(static_cast<size_t>(bands), 0.0);
+    each_row([&](int64_t band, const std::vector<float>& values, int64_t row) {
+      const float* of_band = scales.data() + (blocks() ? band * block_columns : 0);
+      uint8_t* to = q.values.data() + row * columns;
+      double error = 0, square = 0;
+      for (int64_t c = 0; c < columns; ++c) {
+        const float scale = of_band[c / width], weight = values[c];
+        to[c] = f32_to_fp8(weight / scale);
+        const double difference = double{fp8_to_f32(to[c])} * scale - weight;
+        error += difference * difference;
+        square += double{weight} * weight;  // shows a weight that is not finite
+      }
+      errors[band] += error;
+      squares[band] += square;
+    });
+    q.error_squares = std::accumulate(errors.begin(), errors.end(), 0.0);
+    q.squares = std::accumulate(squares.begin(), squares.end(), 0.0);
+    q.scales.resize(scales.size() * static_cast<size_t>(info_of(options_.scale_type).block_bytes));
+    for (size_t i = 0; i < scales.size(); ++i) {
+      store(options_.scale_type, q.scales.data(), static_cast<int64_t>(i), scales[i]);
+    }
+    return q;
+  }
+
+  const Source& source_;
+  const std::string& out_;
+  const QuantizeOptions& options_;
+  const Stream& stream_;
+  std::vector<Unit> units_;
+  QuantizeResult result_;
+  int64_t done_ = 0;
+};
+
+/// Files that are neither weights nor the configuration: tokenizer, chat template, generation_config.json, licence.
+Status copy_other_files(const std::string& from, const std::string& to, std::vector<std::string>& written) {
+  std::error_code failure;
+  for (const fs::directory_entry& file : fs::directory_iterator(from, failure)) {
+    const std::string name = file.path().filename().string();
+    constexpr std::string_view kWeights[] = {".safetensors", ".safetensors.index.json",
+                                             ".bin",         ".bin.index.json",
+                                             ".pt",          ".pth",
+                                             ".gguf",        ".onnx",
+                                             ".h5",          ".msgpack"};
+    const bool weights = std::any_of(std::begin(kWeights), std::end(kWeights),
+                                     [&](std::string_view ending) { return name.ends_with(ending); });
+    if (weights || name == "config.json" || !file.is_regular_file(failure)) continue;
+    written.push_back(to + "/" + name);
+    fs::copy_file(file.path(), written.back(), failure);
+    if (failure) return io_error("{}: cannot be copied from {}: {}", written.back(), from, failure.message());
+  }
+  if (failure) return io_error("{}: cannot be listed: {}", from, failure.message());
+  return {};
+}
+
+Status check_options(const Source& source, const QuantizeOptions& options) {
+  if (options.format != WeightFormat::fp8_static && options.format != WeightFormat::fp8_block128) {
+    return invalid_argument("format is {}, needs fp8 per tensor or in blocks of 128",
+                            name_of(options.format));
+  }
+  if (options.scale_type != DType::f32 && options.scale_type != DType::bf16) {
+    return invalid_argument("scale_type is {}, needs f32 or bf16", name_of(options.scale_type));
+  }
+  if (!std::isfinite(options.margin) || options.margin < 1) {
+    return invalid_argument("margin is {}, needs a finite number >= 1", options.margin);
+  }
+  if (options.calibration == nullptr) {
+    if (options.format == WeightFormat::fp8_block128) return {};
+    return invalid_argument(
+        "static scales per tensor need a calibration: give a text that is like what the model will read");
+  }
+  if (std::ssize(options.calibration->layers) != source.config.layers) {
+    return invalid_argument("calibration has {} layers, the model has {}", options.calibration->layers.size(),
+                            source.config.layers);
+  }
+  return {};
+}
+
+/// Whether the files of `model` are such that they can be quantised.
+Status check_model_path(const std::string& model) {
+  std::error_code failure;
+  if (is_synthetic(model))
+    return unsupported("{}: a synthetic model has no files; use its dtype= option", model);
+  if (!fs::exists(model, failure)) return not_found("{}: there is no such folder", model);
+  if (fs::is_directory(model, failure)) return {};
+  return unsupported("{}: quantize reads a folder with config.json and safetensors, not a single (GGUF) file",
+                     model);
+}
+
+/// A new folder, or an empty one.
+Status check_out_path(const std::string& out) {
+  std::error_code failure;
+  if (!fs::exists(out, failure)) return {};
+  if (!fs::is_directory(out, failure)) return invalid_argument("{}: exists and is not a folder", out);
+  if (!fs::is_empty(out, failure) || failure) {
+    return invalid_argument("{}: the folder is not empty, needs a new or an empty one", out);
+  }
+  return {};
+}
+
+Result<QuantizeResult> quantize_source(const std::string& model, const std::string& out,
+                                       const QuantizeOptions& options, const Stream& stream) {
+  VIVACE_TRY(check_quantize_paths(model, out));
+  VIVACE_TRY_ASSIGN(const Source source, open_source(model));
+  VIVACE_TRY(check_options(source, options));
+  Quantiser quantiser(source, out, options, stream);
+  VIVACE_TRY(quantiser.plan());
+  std::error_code failure;
+  const bool made = fs::create_directories(out, failure);
+  if (failure) return io_error("{}: cannot be made: {}", out, failure.message());
+  std::vector<std::string> written;
+  const auto write_all = [&]() -> Status {
+    VIVACE_TRY(quantiser.write(written));
+    VIVACE_TRY(copy_other_files(model, out, written));
+    written.push_back(out + "/config.json.part");
+    VIVACE_TRY(Quantiser::write_text(written.back(), quantiser.config()));
+    fs::rename(written.back(), out + "/config.json", failure);
+    if (failure) return io_error("{}/config.json: cannot be written: {}", out, failure.message());
+    return {};
+  };
+  if (const Status status = write_all(); !status.ok()) {
+    std::error_code ignored;
+    for (const std::string& path : written) fs::remove(path, ignored);
+    if (made) fs::remove(out, ignored);
+    return status;
+  }
+  return quantiser.take();
+}
+
+}  // namespace
+
+Status check_quantize_paths(const std::string& model, const std::string& out) {
+  VIVACE_TRY(check_model_path(model));
+  return check_out_path(out);
+}
+
+double QuantizedGroup::relative_error() const {
+  return squares > 0 ? std::sqrt(error_squares / squares) : 0;
+}
+
+Result<QuantizeResult> quantize_folder(const std::string& model, const std::string& out,
+                                       const QuantizeOptions& options, const Stream& stream) {
+  return guarded("quantize", [&] { return quantize_source(model, out, options, stream); });
+}
+
+}  // namespace vivace::model
