@@ -4,7 +4,7 @@ import unittest
 
 from vivace import Case, HY3, QWEN, main, vivace
 
-COMMANDS = ["generate", "score", "tokenize", "bench", "bench serve", "ops", "ops explain", "doctor"]
+COMMANDS = ["generate", "score", "tokenize", "bench", "bench serve", "bench ops", "ops", "ops explain", "doctor"]
 GENERATE = ["generate", "--model", HY3, "--prompt-ids", "1,2,3"]
 
 
