@@ -319,6 +319,8 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "are cold as in serving, one graph with a call per input, the median of its replays. The floor is bytes over 4.5 TB/s\n"
       "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s, what an H200 sustains in microbenchmarks; --suite roof\n"
       "measures these on this machine.\n\n"
+      "--case with fields that no listed case has together makes a case of its own: what it does not name comes from the\n"
+      "listed case nearest to it.\n\n"
       "Suites:" +
           suite_lines(),
       "Examples:\n"
@@ -329,8 +331,7 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "  vivace bench ops --suite router_gemm --prefer router_gemm=cuda --targets targets.json --json result.json");
   c.add_option("--suite", a.suites, "Suite to run; may be given several times [all]")->type_name("NAME");
   c.add_option("--case", a.cases,
-               "A case by name and fields; may be given several times. Fields that no listed case has together make a case "
-               "of their own, with the rest from the listed case nearest to them [all]")
+               "A case by name and fields, listed or of your own; may be given several times [all]")
       ->type_name("NAME,FIELD=VALUE,...");
   add(
       c, "--device", "NAME", "cuda or cuda:N [cuda]", parse_device, [&](std::string text) { a.device = std::move(text); });
