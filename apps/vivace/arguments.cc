@@ -1,5 +1,7 @@
 #include "apps/vivace/arguments.h"
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <bit>
@@ -9,6 +11,7 @@
 #include <memory>
 
 #include "apps/vivace/value.h"
+#include "src/bench/ops/suite.h"
 #include "src/core/error.h"
 #include "src/cpu/machine.h"
 #include "src/engine/check_options.h"
@@ -371,6 +374,15 @@ void add_quantize(CLI::App& app, QuantizeArgs& a) {
   c.add_flag("--json", a.json, "One JSON document instead of a table");
 }
 
+/// A line per suite: its name and what it times.
+std::string suite_lines() {
+  std::string text;
+  for (const bench::OpSuite& suite : bench::op_suites()) {
+    text += fmt::format("\n  {:<18} {}", suite.name, suite.summary);
+  }
+  return text;
+}
+
 void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
   CLI::App& c = *add_command(
       bench, "ops",
@@ -378,16 +390,20 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "Each case is checked once against float64 on the same inputs, then timed: distinct inputs in turn, so that caches\n"
       "are cold as in serving, one graph with a call per input, the median of its replays. The floor is bytes over 4.5 TB/s\n"
       "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s, what an H200 sustains in microbenchmarks; --suite roof\n"
-      "measures these on this machine.",
+      "measures these on this machine.\n\n"
+      "--case with fields that no listed case has together makes a case of its own: what it does not name comes from the\n"
+      "listed case nearest to it.\n\n"
+      "Suites:" +
+          suite_lines(),
       "Examples:\n"
       "  vivace bench ops --suite roof\n"
       "  vivace bench ops --suite fused_moe --case hy3,tokens=64,tp=8\n"
+      "  vivace bench ops --suite layer --case op=linear --case op=rms_norm,tokens=128,y=bf16\n"
       "  vivace bench ops --suite attention_decode --case 5x3000,heads_q=40,heads_kv=8,kv=bf16\n"
       "  vivace bench ops --suite router_gemm --prefer router_gemm=cuda --targets targets.json --json result.json");
   c.add_option("--suite", a.suites, "Suite to run; may be given several times [all]")->type_name("NAME");
   c.add_option("--case", a.cases,
-               "A case by name and fields; may be given several times. Fields that no listed case has together make a case "
-               "of their own [all]")
+               "A case by name and fields, listed or of your own; may be given several times [all]")
       ->type_name("NAME,FIELD=VALUE,...");
   add(
       c, "--device", "NAME", "cuda or cuda:N [cuda]", parse_device, [&](std::string text) { a.device = std::move(text); });

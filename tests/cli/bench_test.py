@@ -1,4 +1,4 @@
-"""bench serve and bench step: JSON, report, both loops."""
+"""bench serve and bench step: JSON, report, both loops. bench ops: the list of cases."""
 
 import json
 import pathlib
@@ -110,6 +110,44 @@ class BenchStep(Case):
         self.fails(2, "--batch is 'x', needs an integer", "bench", "step", "--model", HY3, "--batch", "1,x")
         self.fails(1, "--context is 9999999, needs at most 4096", "bench", "step", "--model", HY3, "--context", 9999999)
         self.fails(1, "there is no synthetic model", "bench", "step", "--model", "synthetic:gpt", "--device", "cpu")
+
+
+class BenchOps(Case):
+    def cases(self, *args):
+        """The listed cases as (suite, name, fields)."""
+        listed = []
+        for line in self.ok("bench", "ops", *args, "--list").text.splitlines():
+            suite, case = line.split(maxsplit=1)
+            name, *fields = case.split(",")
+            listed.append((suite, name, dict(field.split("=", 1) for field in fields)))
+        return listed
+
+    def test_every_operator_is_timed(self):
+        cases = self.cases()
+        timed = {suite for suite, _, _ in cases} | {fields.get("op") for _, _, fields in cases}
+        self.assertLessEqual({op["op"] for op in self.ok("ops", "--json").json}, timed)
+        self.assertEqual(len(cases), len({str(case) for case in cases}), "no case twice")
+        text = self.ok("bench", "ops", "--help").text
+        for suite in {suite for suite, _, _ in cases}:
+            self.assertRegex(text, rf"(?m)^ +{suite} ", suite)
+
+    def test_layer_is_quick(self):
+        cases = self.cases("--suite", "layer")
+        self.assertLessEqual(len(cases), 45)
+        for suite, _, fields in cases:
+            self.assertEqual(suite, "layer")
+            self.assertGreater(int(fields["tokens"]), 0, fields)
+
+    def test_a_new_case_starts_from_the_nearest(self):
+        layer = ("--suite", "layer", "--case")
+        [(_, _, fields)] = self.cases(*layer, "op=linear,tokens=3,quant=blockwise")
+        self.assertEqual(fields, {"op": "linear", "tokens": "3", "n": "1280", "k": "4096", "quant": "blockwise",
+                                  "y": "bf16"})
+        [(_, _, fields)] = self.cases(*layer, "hy3,op=embedding,tokens=5")
+        self.assertEqual(fields, {"op": "embedding", "tokens": "5", "hidden": "4096", "vocab": "15104"})
+        [(_, name, fields)] = self.cases("--suite", "attention_decode", "--case", "5x3000,heads_q=40,kv=fp8")
+        self.assertEqual((name, fields["heads_q"], fields["kv"]), ("5x3000", "40", "fp8"))
+        self.fails(1, "changes none", "bench", "ops", *layer, "op=linear,hidden=7", "--list")
 
 
 if __name__ == "__main__":

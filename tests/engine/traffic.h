@@ -177,7 +177,7 @@ class Traffic {
     if (open.cancelled) {
       ASSERT_EQ(event.finish, FinishReason::cancelled);
     } else {
-      ASSERT_EQ(open.ids.size(), want.size()) << "request " << event.request;
+      ASSERT_EQ(open.ids.size(), want.size()) << "request " << event.request << ": " << event.error.message();
       ASSERT_EQ(open.text, alone.text) << "request " << event.request;
       ASSERT_TRUE(event.finish == FinishReason::stop || event.finish == FinishReason::length);
     }

@@ -16,28 +16,36 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// A listed case with the filter's fields in place of its own; absent when no case has that name.
+bool has(const OpWorkload& workload, const OpWorkload::Field& field) {
+  return std::find(workload.fields.begin(), workload.fields.end(), field) != workload.fields.end();
+}
+
+/// The listed case that shares most of the filter's fields, with the others in place of its own; absent when no case of
+/// that name, and of that operator where a suite has several, has fields so called.
 std::optional<OpWorkload> changed_case(const std::vector<OpWorkload>& listed, const OpFilter& filter) {
-  for (OpWorkload workload : listed) {
-    const bool attention = workload.suite.starts_with("attention");
-    if (!filter.name.empty() && workload.name != filter.name) {
-      if (!attention || !parse_lengths(filter.name).ok()) continue;
-      workload.name = filter.name;  // an attention case is its name
-    }
-    for (const OpWorkload::Field& field : filter.fields) {
-      const bool known = std::any_of(workload.fields.begin(), workload.fields.end(), [&](const OpWorkload::Field& own) {
-        return own.name == field.name && own.value.index() == field.value.index();
+  std::optional<OpWorkload> nearest;
+  int64_t most_shared = -1;
+  for (const OpWorkload& candidate : listed) {
+    // An attention case is its name.
+    const bool named = filter.name.empty() || candidate.name == filter.name ||
+                       (candidate.suite.starts_with("attention") && parse_lengths(filter.name).ok());
+    const bool known = std::all_of(filter.fields.begin(), filter.fields.end(), [&](const OpWorkload::Field& field) {
+      return std::any_of(candidate.fields.begin(), candidate.fields.end(), [&](const OpWorkload::Field& own) {
+        return own.name == field.name && own.value.index() == field.value.index() && (own.name != "op" || own == field);
       });
-      if (!known) return std::nullopt;
-      if (const auto* number = std::get_if<int64_t>(&field.value)) {
-        workload.with(field.name, *number);
-      } else {
-        workload.with(field.name, std::get<std::string>(field.value));
-      }
-    }
-    return workload;
+    });
+    const int64_t shared = std::count_if(filter.fields.begin(), filter.fields.end(),
+                                         [&](const OpWorkload::Field& field) { return has(candidate, field); });
+    if (!named || !known || shared <= most_shared) continue;
+    most_shared = shared;
+    nearest = candidate;
   }
-  return std::nullopt;
+  if (!nearest) return std::nullopt;
+  if (!filter.name.empty()) nearest->name = filter.name;
+  for (const OpWorkload::Field& field : filter.fields) {
+    std::visit([&](const auto& value) { nearest->with(field.name, value); }, field.value);
+  }
+  return nearest;
 }
 
 Status time_one(OpResult& result, const OpSuite& suite, int64_t replays, const Stream& stream) {

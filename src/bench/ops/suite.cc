@@ -9,7 +9,7 @@ namespace vivace::bench {
 
 std::span<const OpSuite> op_suites() {
   static const std::vector<OpSuite> all = {kRoofSuite,       kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite,
-                                           kGroupedGemmSuite, kRouterGemmSuite,      kSamplerSuite};
+                                           kGroupedGemmSuite, kRouterGemmSuite,      kSamplerSuite,          kLayerSuite};
   return all;
 }
 

@@ -7,7 +7,7 @@
 namespace vivace::bench {
 
 extern const OpSuite kRoofSuite, kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite, kGroupedGemmSuite,
-    kRouterGemmSuite, kSamplerSuite;
+    kRouterGemmSuite, kSamplerSuite, kLayerSuite;
 
 /// invalid_argument unless low <= value <= high.
 Status check_field(const OpWorkload& workload, std::string_view field, int64_t low, int64_t high);
