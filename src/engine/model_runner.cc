@@ -131,12 +131,10 @@ Status DecoderRunner::prepare(const EngineOptions& options, int64_t pages) {
   const int64_t rows = model_->options().max_requests;
   VIVACE_TRY_ASSIGN(logits_, model::Memory::reserve(rows * vocab() * 4, "logits", stream()));
   VIVACE_TRY_ASSIGN(samples_, SampleBatch::create(rows, vocab(), stream()));
-  // Scratch depends on the rows alone, so that of the most will do.
-  const Device device = compute_->device().device;
-  const SamplerArgs shape{.logits = Tensor(nullptr, DType::f32, {rows, vocab()}, device),
-                          .ids = Tensor(nullptr, DType::i32, {rows}, device),
-                          .valid = Tensor(nullptr, DType::u8, {rows}, device)};
-  VIVACE_TRY_ASSIGN(const int64_t scratch, sampler_workspace_bytes(shape, stream()));
+  // The most rows with every optional part need the most scratch.
+  const SamplerArgs largest = samples_->args({.rows = rows, .penalties = true, .biases = true, .logprobs = 0},
+                                             logits_.tensor(DType::f32, {rows, vocab()}), {});
+  VIVACE_TRY_ASSIGN(const int64_t scratch, sampler_workspace_bytes(largest, stream()));
   VIVACE_TRY_ASSIGN(sampler_scratch_, model::Memory::reserve(scratch, "sampler scratch", stream()));
   if (options.log) log_fallbacks(options.log);
   return {};
@@ -155,7 +153,7 @@ Status DecoderRunner::compute_and_sample(const Tensor& logits, const Stream& str
   if (logits.shape[0] == 0) return {};
   Tensor scratch;
   if (sampler_scratch_.bytes() > 0) scratch = sampler_scratch_.tensor(DType::u8, {sampler_scratch_.bytes()});
-  return sampler(samples_->args(logits, scratch), stream);
+  return sampler(samples_->args(samples_->shape(), logits, scratch), stream);
 }
 
 /// Runs the staged step. Steps of decodes alone on a GPU are replays of a graph that was captured when their shape came

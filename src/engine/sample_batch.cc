@@ -219,8 +219,8 @@ Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& str
   return turn.staged->record(stream);
 }
 
-SamplerArgs SampleBatch::args(const Tensor& logits, const Tensor& workspace) const {
-  const int64_t rows = shape_.rows;
+SamplerArgs SampleBatch::args(const Shape& shape, const Tensor& logits, const Tensor& workspace) const {
+  const int64_t rows = shape.rows;
   SamplerArgs args{.logits = logits,
                    .temperature = first(there_.temperature, rows),
                    .top_p = first(there_.top_p, rows),
@@ -231,7 +231,7 @@ SamplerArgs SampleBatch::args(const Tensor& logits, const Tensor& workspace) con
                    .ids = first(results_.ids, rows),
                    .valid = first(results_.valid, rows),
                    .workspace = workspace};
-  if (shape_.penalties) {
+  if (shape.penalties) {
     const auto states = static_cast<int64_t>(owners_.size());
     args.repetition_penalty = first(there_.repetition, rows);
     args.presence_penalty = first(there_.presence, rows);
@@ -241,17 +241,17 @@ SamplerArgs SampleBatch::args(const Tensor& logits, const Tensor& workspace) con
     args.state = first(there_.state, rows);
     args.count_ids = true;
   }
-  if (shape_.biases) {
+  if (shape.biases) {
     args.bias_start = first(there_.bias_start, rows + 1);
     // A captured call must fit any number of biases.
     const int64_t count = logits.device == Device::cpu ? bias_count_ : bias_capacity_;
     args.bias_ids = first(there_.bias_ids, count);
     args.bias_values = first(there_.bias_values, count);
   }
-  if (shape_.logprobs >= 0) args.logprobs = first(results_.logprobs, rows);
-  if (shape_.logprobs > 0) {
-    args.top_ids = Tensor(results_.top_ids.data, DType::i32, {rows, shape_.logprobs}, results_.top_ids.device);
-    args.top_logprobs = Tensor(results_.top_logprobs.data, DType::f32, {rows, shape_.logprobs}, results_.top_ids.device);
+  if (shape.logprobs >= 0) args.logprobs = first(results_.logprobs, rows);
+  if (shape.logprobs > 0) {
+    args.top_ids = Tensor(results_.top_ids.data, DType::i32, {rows, shape.logprobs}, results_.top_ids.device);
+    args.top_logprobs = Tensor(results_.top_logprobs.data, DType::f32, {rows, shape.logprobs}, results_.top_ids.device);
   }
   return args;
 }

@@ -28,8 +28,6 @@ class SampleBatch {
   /// after it lost its state to another, gets a state filled from its tokens. From then on the sampler itself
   /// counts what it draws into the state, so a request whose step failed must not come back.
   Status stage(std::span<const SampleSlot> samples, const Stream& stream);
-  /// The call over the staged rows; `workspace` and `logits` are the caller's.
-  SamplerArgs args(const Tensor& logits, const Tensor& workspace) const;
   /// Which of the call's optional parts are present. Calls of as many rows with equal shapes may share a captured graph.
   struct Shape {
     int64_t rows = 0;
@@ -39,6 +37,8 @@ class SampleBatch {
     auto operator<=>(const Shape&) const = default;
   };
   const Shape& shape() const { return shape_; }
+  /// The call of a shape over the staged rows; `workspace` and `logits` are the caller's.
+  SamplerArgs args(const Shape& shape, const Tensor& logits, const Tensor& workspace) const;
   /// The ids of the step that fetch() saw last, i32 [its rows]; they stay until the next sampler writes them.
   Tensor last_ids() const { return results_.ids.rows(0, turns_[(fetched_ + 1) % 2].rows); }
   /// Enqueues the copy of the results to the host.

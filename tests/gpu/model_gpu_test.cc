@@ -1,6 +1,7 @@
 // Real models on the GPU in bf16, against the references that float32 gave.
 
 #include <filesystem>
+#include <random>
 
 #include "src/model/score.h"
 #include "tests/large.h"
@@ -94,7 +95,11 @@ TEST_F(GpuModel, Fp8PerplexityIsTheCpus) {
   const bool large = large_tests();
   const Stream gpu = ModelDevice::current().stream;
   for (const std::string& source : {kQwen, kHy3}) {
-    const std::vector<int32_t> ids = text_of(source);
+    std::vector<int32_t> ids = text_of(source);
+    if (large && source == kHy3) {  // its weights are random: any text is as good
+      std::mt19937 random(1);
+      while (ids.size() < 64 * 1024) ids.push_back(static_cast<int32_t>(random() % 512));
+    }
     const int64_t window = large ? 1024 : 256, windows = std::min<int64_t>(large ? 64 : 16, std::ssize(ids) / window);
     QuantisedCopies copies(source, std::span(ids).last(std::min<size_t>(ids.size(), 4096)));
     for (const model::WeightFormat format :

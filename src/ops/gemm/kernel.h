@@ -230,8 +230,11 @@ Status run_any_tile(std::string_view name, const Problem& p, const Stream& strea
   using Many = Tile<128, 128, 2, 4, 3, sizeof(E) == 1 ? 1 : 2>;
   constexpr int64_t kEnoughTiles = 100;  // close to one per SM of the GPUs this is for
   const int64_t rows = p.rows / p.groups;
-  if (rows <= 16) return run_tile<Few, E, kBlockScales>(name, p, stream);
-  const int64_t large = (p.rows + 127) / 128 * ((p.n * (p.gated ? 2 : 1) + 127) / 128);
+  const auto tiles = [&](int64_t tile) {
+    return (p.rows + tile - 1) / tile * ((p.n * (p.gated ? 2 : 1) + tile - 1) / tile);
+  };
+  if (rows <= 16 || tiles(64) < kEnoughTiles / 2) return run_tile<Few, E, kBlockScales>(name, p, stream);
+  const int64_t large = tiles(128);
   if (rows <= 96 || large < kEnoughTiles) return run_tile<Some, E, kBlockScales>(name, p, stream);
   // Rows of the last tile that are not there cost as much as those that are.
   const auto computed = [&](int64_t tile) { return (rows + tile - 1) / tile * tile; };
