@@ -21,7 +21,7 @@ TEST_P(SmolLm2, FollowsTheFloat32References) {
   // Exact: both are float32 on the same weights. Otherwise activations are rounded to 8 bits in groups of 32 in 210
   // matrices: a group with one large activation loses the small ones, and log-probabilities move by up to half a unit.
   const Closeness closeness = exact ? Closeness{.smallest_gap = 0.02, .log_probability = 0.01}
-                                    : Closeness{.smallest_gap = 0.15, .log_probability = 0.6};
+                                    : Closeness{.smallest_gap = 0.3, .log_probability = 0.6};
   if (kSanitized) {  // the same code in a fraction of the time
     auto& cases = references.at("cases");
     cases.erase(cases.begin() + 1, cases.end());
@@ -29,7 +29,7 @@ TEST_P(SmolLm2, FollowsTheFloat32References) {
     return;
   }
   // Of 320 greedy ids, those before the first gap of their case that is too small.
-  EXPECT_EQ(expect_references(loaded, references, closeness), exact ? 262 : 115);
+  EXPECT_EQ(expect_references(loaded, references, closeness), exact ? 262 : 83);
 }
 
 INSTANTIATE_TEST_SUITE_P(Modes, SmolLm2, ::testing::Values(false, true),
