@@ -1,0 +1,242 @@
+// What a row that is right alone can still do wrong: every row of every operator over its cases, replayed as a graph over
+// other contents, behind a kernel that writes the inputs late, and beside another stream. No bit may differ from a plain
+// call over the same contents.
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "src/device/runtime.h"
+#include "src/ops/attention_decode/cases.h"
+#include "src/ops/attention_decode/table.h"
+#include "src/ops/attention_prefill/cases.h"
+#include "src/ops/attention_prefill/table.h"
+#include "src/ops/attention_prologue/cases.h"
+#include "src/ops/attention_prologue/table.h"
+#include "src/ops/decode_schedule/cases.h"
+#include "src/ops/decode_schedule/table.h"
+#include "src/ops/embedding/cases.h"
+#include "src/ops/embedding/table.h"
+#include "src/ops/fused_moe/cases.h"
+#include "src/ops/fused_moe/table.h"
+#include "src/ops/grouped_gemm/cases.h"
+#include "src/ops/grouped_gemm/table.h"
+#include "src/ops/linear/cases.h"
+#include "src/ops/linear/table.h"
+#include "src/ops/quantize_fp8/cases.h"
+#include "src/ops/quantize_fp8/table.h"
+#include "src/ops/rms_norm/cases.h"
+#include "src/ops/rms_norm/table.h"
+#include "src/ops/route_top_k/cases.h"
+#include "src/ops/route_top_k/table.h"
+#include "src/ops/router_gemm/cases.h"
+#include "src/ops/router_gemm/table.h"
+#include "src/ops/sampler/cases.h"
+#include "src/ops/sampler/table.h"
+#include "src/ops/silu_mul/cases.h"
+#include "src/ops/silu_mul/table.h"
+#include "tests/gpu/late_copy.h"
+#include "tests/ops/op_test.h"
+
+namespace vivace::testing {
+namespace {
+
+/// The memory of one problem, in the order in which it was taken: the same for all problems of a case.
+using Contents = std::vector<std::span<uint8_t>>;
+Contents* recorded = nullptr;
+
+void* allocate_recorded(size_t bytes) {
+  auto* memory = static_cast<uint8_t*>(GpuUnderTest::instance().memory.allocate(bytes));
+  recorded->emplace_back(memory, bytes);
+  return memory;
+}
+
+void release_recorded(void* memory) {
+  if (recorded != nullptr) std::erase_if(*recorded, [&](const auto& piece) { return piece.data() == memory; });
+  GpuUnderTest::instance().memory.release(memory);
+}
+
+template <class Problem>
+struct Recorded {
+  Contents contents;
+  std::unique_ptr<Problem> problem;
+
+  template <class Case>
+  Recorded(const Case& c, uint32_t seed) {
+    const CaseMemoryScope scope(
+        {.device = Device::cuda, .allocate = allocate_recorded, .release = release_recorded});
+    recorded = &contents;
+    problem = std::make_unique<Problem>(c, seed);
+    recorded = nullptr;
+  }
+  bool same_shape(const Recorded& other) const {
+    return std::ranges::equal(contents, other.contents, {}, &std::span<uint8_t>::size, &std::span<uint8_t>::size);
+  }
+  void take(const Recorded& other) {
+    for (size_t i = 0; i < contents.size(); ++i) std::ranges::copy(other.contents[i], contents[i].begin());
+  }
+  bool equals(const Recorded& other) const {
+    for (size_t i = 0; i < contents.size(); ++i) {
+      if (!std::ranges::equal(contents[i], other.contents[i])) return false;
+    }
+    return true;
+  }
+};
+
+Status wait(const Stream& stream) {
+  return GpuUnderTest::instance().synchronize(stream);
+}
+
+/// A call of a row with scratch of its own.
+template <class Args>
+class Call {
+ public:
+  Call(const Row<Args>& row, const Args& args, const Stream& stream) : row_(row), args_(args) {
+    if constexpr (requires { args_.workspace; }) {
+      if (row.workspace_bytes != nullptr) scratch_ = Guarded(DType::u8, {row.workspace_bytes(args, stream)});
+      args_.workspace = scratch_;
+    }
+  }
+  Status operator()(const Stream& stream) const { return row_.run(args_, stream); }
+
+ private:
+  const Row<Args>& row_;
+  Args args_;
+  Guarded scratch_;
+};
+
+template <class Problem, class Args, class Case>
+void expect_same_bits(const Operator<Args>& op, std::span<const Case> cases) {
+  const Stream stream = GpuUnderTest::instance().streams.front();
+  const auto second = device::OwnedStream::create(stream.ordinal);
+  ASSERT_TRUE(second.ok()) << second.status().message();
+  int64_t tested = 0;
+  for (size_t i = 0; i < cases.size(); ++i) {
+    const Case& c = cases[i];
+    const Recorded<Problem> shapes(c, 1);
+    for_each_fitting_row(op, shapes.problem->args, stream, [&](const auto& under_test) {
+      SCOPED_TRACE(::testing::Message() << under_test.name << ", case " << i);
+      Recorded<Problem> target(c, 1), want(c, 2);
+      const Recorded<Problem> source(c, 2);
+      if (!target.same_shape(source)) return;  // its lists depend on the seed
+      const Call<Args> plain(under_test.row, want.problem->args, stream);
+      const Call<Args> call(under_test.row, target.problem->args, stream);
+      ASSERT_OK(plain(stream));
+      ASSERT_OK(wait(stream));
+
+      const auto graph = device::Graph::capture(stream, std::cref(call));
+      ASSERT_TRUE(graph.ok()) << graph.status().message();
+      ASSERT_OK((*graph)->launch(stream));
+      ASSERT_OK(wait(stream));
+      target.take(source);
+      ASSERT_OK((*graph)->launch(stream));
+      ASSERT_OK(wait(stream));
+      EXPECT_TRUE(target.equals(want)) << "replayed over other contents";
+
+      const Recorded<Problem> before(c, 1);
+      target.take(before);
+      Guarded tasks(DType::u8, {static_cast<int64_t>(source.contents.size() * sizeof(CopyTask))});
+      auto* task = tasks.template as<CopyTask>();
+      for (size_t p = 0; p < source.contents.size(); ++p) {
+        task[p] = {target.contents[p].data(), source.contents[p].data(),
+                   static_cast<int64_t>(source.contents[p].size())};
+      }
+      ASSERT_OK(late_copy({task, source.contents.size()}, stream));
+      ASSERT_OK(call(stream));
+      ASSERT_OK(wait(stream));
+      EXPECT_TRUE(target.equals(want)) << "behind a kernel that writes the inputs late";
+
+      Recorded<Problem> beside(c, 2);
+      const Call<Args> call_beside(under_test.row, beside.problem->args, stream);
+      for (int round = 0; round < 3; ++round) {
+        target.take(source);
+        beside.take(source);
+        ASSERT_OK(call(stream));
+        ASSERT_OK(call_beside((*second)->stream()));
+        ASSERT_OK(wait(stream));
+        ASSERT_OK(wait((*second)->stream()));
+        EXPECT_TRUE(target.equals(want) && beside.equals(want)) << "beside another stream";
+      }
+      ++tested;
+    });
+  }
+  EXPECT_GT(tested, 0);
+}
+
+TEST(SameBits, AttentionDecode) {
+  expect_same_bits<AttentionDecodeProblem>(kAttentionDecode, attention_decode_cases(CaseSize::test));
+}
+TEST(SameBits, AttentionPrefill) {
+  expect_same_bits<AttentionPrefillProblem>(kAttentionPrefill, attention_prefill_cases(CaseSize::test));
+}
+TEST(SameBits, AttentionPrologue) {
+  expect_same_bits<AttentionPrologueProblem>(kAttentionPrologue, attention_prologue_cases(CaseSize::test));
+}
+TEST(SameBits, DecodeSchedule) {
+  expect_same_bits<DecodeScheduleProblem>(kDecodeSchedule, decode_schedule_cases(CaseSize::test));
+}
+TEST(SameBits, Embedding) { expect_same_bits<EmbeddingProblem>(kEmbedding, embedding_cases(CaseSize::test)); }
+TEST(SameBits, FusedMoe) { expect_same_bits<FusedMoeProblem>(kFusedMoe, fused_moe_cases(CaseSize::test)); }
+TEST(SameBits, GroupedGemm) {
+  expect_same_bits<GroupedGemmProblem>(kGroupedGemm, grouped_gemm_cases(CaseSize::test));
+}
+TEST(SameBits, Linear) { expect_same_bits<LinearProblem>(kLinear, linear_cases(CaseSize::test)); }
+TEST(SameBits, QuantizeFp8) {
+  expect_same_bits<QuantizeFp8Problem>(kQuantizeFp8, quantize_fp8_cases(CaseSize::test));
+}
+TEST(SameBits, RmsNorm) { expect_same_bits<RmsNormProblem>(kRmsNorm, rms_norm_cases(CaseSize::test)); }
+TEST(SameBits, RouteTopK) { expect_same_bits<RouteTopKProblem>(kRouteTopK, route_top_k_cases(CaseSize::test)); }
+TEST(SameBits, RouterGemm) {
+  expect_same_bits<RouterGemmProblem>(kRouterGemm, router_gemm_cases(CaseSize::test));
+}
+TEST(SameBits, Sampler) { expect_same_bits<SamplerProblem>(kSampler, sampler_cases(CaseSize::test)); }
+TEST(SameBits, SiluMul) { expect_same_bits<SiluMulProblem>(kSiluMul, silu_mul_cases(CaseSize::test)); }
+
+// A graph of a decode step holds the schedule and the attention; it is replayed as requests grow, end and begin.
+TEST(SameBits, AGraphOfScheduleAndDecodeFollowsTheLengths) {
+  const Stream stream = GpuUnderTest::instance().streams.front();
+  const AttentionDecodeCase c = {{.name = "",
+                                  .requests = {{1000, 1}, {64, 1}, {300, 1}, {65, 1}},
+                                  .heads_q = 8,
+                                  .heads_kv = 2,
+                                  .head_dim = 128,
+                                  .q = DType::bf16,
+                                  .kv = DType::bf16},
+                                 {.workers = 7}};
+  Recorded<AttentionDecodeProblem> target(c, 1), want(c, 1);
+  const auto step = [](AttentionDecodeProblem& p, Guarded& scratch, const Stream& s) -> Status {
+    VIVACE_TRY(decode_schedule({.kv_lengths = p.kv_lengths,
+                                .query_start = p.query_start,
+                                .params = p.args.params,
+                                .schedule = p.schedule},
+                               s));
+    AttentionDecodeArgs args = p.args;
+    args.workspace = scratch;
+    return attention_decode(args, s);
+  };
+  const Result<int64_t> bytes = attention_decode_workspace_bytes(target.problem->args, stream);
+  ASSERT_TRUE(bytes.ok()) << bytes.status().message();
+  const CaseMemoryScope scope(GpuUnderTest::instance().memory);
+  Guarded scratch(DType::u8, {*bytes}), other_scratch(DType::u8, {*bytes});
+  ASSERT_OK(step(*target.problem, scratch, stream));
+  const auto graph =
+      device::Graph::capture(stream, [&](const Stream& s) { return step(*target.problem, scratch, s); });
+  ASSERT_TRUE(graph.ok()) << graph.status().message();
+  for (const std::vector<int32_t>& lengths :
+       {std::vector<int32_t>{1000, 64, 300, 65}, {1, 64, 3, 65}, {0, 0, 0, 0}, {999, 1, 0, 64}, {1000, 64, 300, 65}}) {
+    std::ranges::copy(lengths, target.problem->kv_lengths.as<int32_t>());
+    std::ranges::copy(lengths, want.problem->kv_lengths.as<int32_t>());
+    for (Recorded<AttentionDecodeProblem>* p : {&target, &want}) {
+      p->problem->output.poison();
+      p->problem->lse.poison();
+    }
+    ASSERT_OK((*graph)->launch(stream));
+    ASSERT_OK(step(*want.problem, other_scratch, stream));
+    ASSERT_OK(wait(stream));
+    EXPECT_TRUE(target.equals(want)) << lengths[0] << " keys of the first request";
+  }
+}
+
+}  // namespace
+}  // namespace vivace::testing
