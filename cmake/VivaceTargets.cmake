@@ -5,7 +5,7 @@ target_include_directories(vivace_options INTERFACE ${CMAKE_SOURCE_DIR}/include 
 target_compile_options(vivace_options INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wno-missing-field-initializers -fno-omit-frame-pointer>)
 target_compile_definitions(vivace_options INTERFACE
-  FMT_HEADER_ONLY=1 VIVACE_VERSION="${PROJECT_VERSION}"
+  VIVACE_VERSION="${PROJECT_VERSION}"
   # One SIMD variant above the baseline per architecture that was tested; more cost compile time.
   "HWY_DISABLED_TARGETS=(HWY_SSE4|HWY_AVX3|HWY_AVX3_DL|HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128)")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64")
@@ -22,11 +22,11 @@ elseif(NOT VIVACE_SANITIZE STREQUAL "")
   message(FATAL_ERROR "VIVACE_SANITIZE is ${VIVACE_SANITIZE}, needs address, thread or nothing")
 endif()
 
-# Portable kernels carry machine code for 9.0, and PTX of 8.0 that the driver compiles once for any other GPU; files named
-# sm90*.cu use instructions of compute capability 9.0a alone.
+# Portable kernels carry machine code for 9.0, and PTX of 8.0 and 9.0 that the driver compiles once for older and newer GPUs;
+# files named sm90*.cu use instructions of compute capability 9.0a alone.
 set(VIVACE_CUDA_FLAGS -Xfatbin -compress-all --compress-mode=size -lineinfo -Xptxas -warn-spills
   --expt-relaxed-constexpr --diag-suppress=2810)
-set(VIVACE_PORTABLE_CODE "-gencode=arch=compute_80,code=compute_80;-gencode=arch=compute_90,code=sm_90"
+set(VIVACE_PORTABLE_CODE "-gencode=arch=compute_80,code=compute_80;-gencode=arch=compute_90,code=[sm_90,compute_90]"
   CACHE STRING "Targets of the portable kernels; fewer compile faster")
 set(VIVACE_SM90_CODE -gencode=arch=compute_90a,code=sm_90a)
 

@@ -28,25 +28,30 @@ std::string describe(std::string_view name, const LaunchShape& s) {
          std::to_string(s.smem_bytes) + " bytes of shared memory, cluster " + std::to_string(s.cluster) + ")";
 }
 
-/// The dynamic shared memory limit that a kernel has on a device, raised on demand. What a kernel declares itself counts
-/// against the 48 KB that need no request.
-Status allow_smem(const void* kernel, int ordinal, int64_t bytes) {
+/// What is known of a kernel on a device.
+struct Kernel {
+  int64_t smem_limit = -1;  ///< of dynamic shared memory; -1: not asked yet
+  bool can_wait = false;    ///< its code is of 9.0 or newer: code of 8.0 has no wait for the kernel before it
+};
+
+/// Asks once, and raises the limit on demand. What a kernel declares itself counts against the 48 KB that need no request.
+Status prepare_kernel(const void* kernel, int ordinal, int64_t smem_bytes, bool& can_wait) {
   constexpr int64_t kDefaultLimit = 48 << 10;
-  if (bytes == 0) return {};
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, int64_t> allowed;
+  static std::map<std::pair<const void*, int>, Kernel> kernels;
   std::lock_guard lock(mutex);
-  const auto [entry, is_new] = allowed.try_emplace({kernel, ordinal}, 0);
-  int64_t& limit = entry->second;
-  if (is_new) {
+  Kernel& known = kernels[{kernel, ordinal}];
+  if (known.smem_limit < 0) {
     cudaFuncAttributes attributes{};
     VIVACE_TRY(cuda_status(cudaFuncGetAttributes(&attributes, kernel), "reading a kernel's attributes"));
-    limit = kDefaultLimit - static_cast<int64_t>(attributes.sharedSizeBytes);
+    known.smem_limit = kDefaultLimit - static_cast<int64_t>(attributes.sharedSizeBytes);
+    known.can_wait = attributes.ptxVersion >= 90;
   }
-  if (bytes <= limit) return {};
+  can_wait = known.can_wait;
+  if (smem_bytes <= known.smem_limit) return {};
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  if (error == cudaSuccess) limit = bytes;
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
+  if (error == cudaSuccess) known.smem_limit = smem_bytes;
   return cuda_status(error, "raising the shared memory limit");
 }
 
@@ -56,7 +61,8 @@ Status launch(std::string_view name, const void* kernel, const LaunchShape& shap
               void** params) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return {};
   const device::DeviceGuard guard(stream.ordinal);
-  if (Status status = allow_smem(kernel, stream.ordinal, shape.smem_bytes); !status.ok()) {
+  bool can_wait = false;
+  if (Status status = prepare_kernel(kernel, stream.ordinal, shape.smem_bytes, can_wait); !status.ok()) {
     return status.at(describe(name, shape));
   }
   cudaLaunchAttribute attributes[2];
@@ -67,7 +73,7 @@ Status launch(std::string_view name, const void* kernel, const LaunchShape& shap
   config.stream = cuda_stream(stream);
   config.attrs = attributes;
   VIVACE_TRY_ASSIGN(const device::DeviceInfo* device, device::device_info(stream.ordinal));
-  if (shape.overlap_previous && device->major >= 9) {
+  if (shape.overlap_previous && can_wait && device->major >= 9) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -132,7 +132,9 @@ Result<Buffer> Buffer::on_device(int ordinal, int64_t bytes) {
   return buffer;
 }
 
-Result<Buffer> Buffer::pinned(int64_t bytes) {
+Result<Buffer> Buffer::pinned(int ordinal, int64_t bytes) {
+  VIVACE_TRY(device_info(ordinal).status());
+  const DeviceGuard guard(ordinal);  // else the first device gets a context
   Buffer buffer;
   buffer.bytes_ = bytes;
   VIVACE_TRY(cuda_status(cudaMallocHost(&buffer.data_, static_cast<size_t>(std::max<int64_t>(bytes, 1))),
@@ -243,6 +245,7 @@ namespace {
 
 Status copy(void* destination, const void* source, int64_t bytes, cudaMemcpyKind kind, const Stream& stream) {
   if (bytes == 0) return {};
+  const DeviceGuard guard(stream.ordinal);
   return cuda_status(
       cudaMemcpyAsync(destination, source, static_cast<size_t>(bytes), kind, cuda_stream(stream)),
       fmt::format("copying {} bytes", bytes));
@@ -261,6 +264,7 @@ Status copy_to_host(void* destination, const void* source, int64_t bytes, const 
 Status copy_rows_to_device(void* destination, int64_t destination_stride, const void* source, int64_t source_stride,
                            int64_t row_bytes, int64_t rows, const Stream& stream) {
   if (row_bytes == 0 || rows == 0) return {};
+  const DeviceGuard guard(stream.ordinal);
   return cuda_status(
       cudaMemcpy2DAsync(destination, static_cast<size_t>(destination_stride), source, static_cast<size_t>(source_stride),
                         static_cast<size_t>(row_bytes), static_cast<size_t>(rows), cudaMemcpyHostToDevice,
@@ -269,6 +273,7 @@ Status copy_rows_to_device(void* destination, int64_t destination_stride, const 
 }
 
 Status synchronize(const Stream& stream) {
+  const DeviceGuard guard(stream.ordinal);
   return cuda_status(cudaStreamSynchronize(cuda_stream(stream)), "waiting for a stream");
 }
 
@@ -278,6 +283,7 @@ Status copy_on_device(void* destination, const void* source, int64_t bytes, cons
 
 Status fill(void* destination, int byte, int64_t bytes, const Stream& stream) {
   if (bytes == 0) return {};
+  const DeviceGuard guard(stream.ordinal);
   return cuda_status(cudaMemsetAsync(destination, byte, static_cast<size_t>(bytes), cuda_stream(stream)),
                      fmt::format("filling {} bytes", bytes));
 }
@@ -307,7 +313,7 @@ DeviceGuard::~DeviceGuard() = default;
 Result<Buffer> Buffer::on_device(int, int64_t) {
   return without_cuda();
 }
-Result<Buffer> Buffer::pinned(int64_t) {
+Result<Buffer> Buffer::pinned(int, int64_t) {
   return without_cuda();
 }
 Buffer::~Buffer() = default;

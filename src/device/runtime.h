@@ -56,7 +56,7 @@ class Buffer {
   Buffer& operator=(Buffer&& other) noexcept;
 
   static Result<Buffer> on_device(int ordinal, int64_t bytes);
-  static Result<Buffer> pinned(int64_t bytes);
+  static Result<Buffer> pinned(int ordinal, int64_t bytes);
 
   void* data() const { return data_; }
   int64_t bytes() const { return bytes_; }

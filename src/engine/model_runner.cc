@@ -33,6 +33,7 @@ struct Calls {
 struct Replay {
   std::unique_ptr<device::Graph> graph;
   std::vector<Calls> calls;
+  int64_t last_use = 0;
 };
 
 std::vector<Calls> calls_between(const std::vector<RowCount>& before, const std::vector<RowCount>& after) {
@@ -81,6 +82,7 @@ class DecoderRunner final : public ModelRunner {
   bool on_gpu() const { return compute_->device().device == Device::cuda; }
   Result<int64_t> available_bytes() const;
   void log_fallbacks(const std::function<void(const std::string&)>& log);
+  void drop_graphs(const SampleBatch::Shape& key);
   Status run_staged(bool decodes_alone, const Tensor& logits, const Stream& stream);
   Status compute_and_sample(const Tensor& logits, const Stream& stream);
 
@@ -93,16 +95,18 @@ class DecoderRunner final : public ModelRunner {
   model::Memory logits_, sampler_scratch_;  // [max_requests, vocab] f32; u8
   std::unique_ptr<SampleBatch> samples_;
   std::map<SampleBatch::Shape, Replay> replays_;  // of decode steps on a GPU
-  std::set<SampleBatch::Shape> seen_;             // shapes of decode steps that came before
+  int64_t uses_ = 0;
+  std::set<SampleBatch::Shape> seen_;       // shapes of decode steps that came before
+  std::set<SampleBatch::Shape> ungraphed_;  // those whose capture failed
   std::vector<int64_t> logit_rows_;  // of the step that runs
 };
 
 Result<int64_t> DecoderRunner::available_bytes() const {
   if (!on_gpu()) return cpu::available_memory_bytes();
   // Activations, scratch and the sampler's arrays come after the pages; they are small beside a GPU's memory.
-  constexpr int64_t kReserve = int64_t{4} << 30;
+  constexpr int64_t kMostReserve = int64_t{4} << 30;
   VIVACE_TRY_ASSIGN(const auto memory, device::memory_info(compute_->device().ordinal));
-  return std::max<int64_t>(1, memory.first - kReserve);
+  return memory.first - std::min(kMostReserve, memory.first / 8);
 }
 
 Status DecoderRunner::prepare(const EngineOptions& options, int64_t pages) {
@@ -156,18 +160,38 @@ Status DecoderRunner::compute_and_sample(const Tensor& logits, const Stream& str
   return sampler(samples_->args(samples_->shape(), logits, scratch), stream);
 }
 
+/// Makes room for the graph of `key`: those of arrays that moved go, and the one that was not used for longest when there
+/// are many, since each holds memory of the device.
+void DecoderRunner::drop_graphs(const SampleBatch::Shape& key) {
+  constexpr size_t kMostGraphs = 128;
+  if (replays_.contains(key)) return;
+  std::erase_if(replays_, [&](const auto& entry) { return entry.first.generation != key.generation; });
+  std::erase_if(seen_, [&](const SampleBatch::Shape& shape) { return shape.generation != key.generation; });
+  std::erase_if(ungraphed_, [&](const SampleBatch::Shape& shape) { return shape.generation != key.generation; });
+  if (replays_.size() < kMostGraphs) return;
+  replays_.erase(std::ranges::min_element(
+      replays_, {}, [](const auto& entry) { return entry.second.last_use; }));
+}
+
 /// Runs the staged step. Steps of decodes alone on a GPU are replays of a graph that was captured when their shape came
 /// for the second time: in the first, libraries may allocate or choose an algorithm, which no capture allows.
 Status DecoderRunner::run_staged(bool decodes_alone, const Tensor& logits, const Stream& stream) {
   if (!on_gpu() || !decodes_alone || observed_) return compute_and_sample(logits, stream);
   const SampleBatch::Shape key = samples_->shape();
-  if (seen_.insert(key).second) return compute_and_sample(logits, stream);
+  if (ungraphed_.contains(key) || seen_.insert(key).second) return compute_and_sample(logits, stream);
+  drop_graphs(key);
   Replay& replay = replays_[key];
+  replay.last_use = ++uses_;
   if (replay.graph == nullptr) {
     const std::vector<RowCount> before = dispatch_.counts();
-    VIVACE_TRY_ASSIGN(replay.graph, device::Graph::capture(stream, [&](const Stream& s) {
-                        return compute_and_sample(logits, s);
-                      }));
+    Result<std::unique_ptr<device::Graph>> graph =
+        device::Graph::capture(stream, [&](const Stream& s) { return compute_and_sample(logits, s); });
+    if (!graph.ok()) {  // memory for one more, say: the step runs without, and so do those like it
+      replays_.erase(key);
+      ungraphed_.insert(key);
+      return compute_and_sample(logits, stream);
+    }
+    replay.graph = std::move(*graph);
     replay.calls = calls_between(before, dispatch_.counts());  // these are counted
   } else {
     for (const Calls& calls : replay.calls)

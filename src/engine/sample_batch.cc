@@ -85,7 +85,7 @@ Result<std::unique_ptr<SampleBatch>> SampleBatch::create(int64_t max_rows, int64
   for (Turn& turn : batch->turns_) {
     turn.results = batch->results_;
     if (stream.device == Device::cpu) continue;
-    VIVACE_TRY_ASSIGN(turn.results_memory, device::Buffer::pinned(result_bytes));
+    VIVACE_TRY_ASSIGN(turn.results_memory, device::Buffer::pinned(stream.ordinal, result_bytes));
     turn.results =
         lay_out_results(static_cast<uint8_t*>(turn.results_memory.data()), Device::cpu, max_rows).first;
     VIVACE_TRY_ASSIGN(turn.staged, device::Event::create(stream.ordinal));
@@ -96,18 +96,27 @@ Result<std::unique_ptr<SampleBatch>> SampleBatch::create(int64_t max_rows, int64
   return batch;
 }
 
-/// Room for so many biases. Waits for what is in flight where there was too little, which happens a few times in a run.
+/// Room for so many biases. Waits for what is in flight where there was too little, which happens a few times in a run:
+/// room at least doubles. After a failure all is as before.
 Status SampleBatch::reserve(int64_t biases, const Stream& stream) {
   if (biases <= bias_capacity_) return {};
-  if (stream.device == Device::cuda) VIVACE_TRY(device::synchronize(stream));
+  biases = std::max(biases, 2 * bias_capacity_);
+  const bool on_cpu = stream.device == Device::cpu;
+  if (!on_cpu) VIVACE_TRY(device::synchronize(stream));
   const int64_t bytes = lay_out(nullptr, stream.device, max_rows_, biases).second;
-  VIVACE_TRY_ASSIGN(there_memory_, model::Memory::reserve(bytes, "sampler parameters", stream));
+  VIVACE_TRY_ASSIGN(model::Memory there, model::Memory::reserve(bytes, "sampler parameters", stream));
+  std::array<device::Buffer, std::tuple_size_v<decltype(turns_)>> here;
+  for (device::Buffer& buffer : here) {
+    if (on_cpu) break;
+    VIVACE_TRY_ASSIGN(buffer, device::Buffer::pinned(stream.ordinal, bytes));
+  }
+  there_memory_ = std::move(there);
   there_ = lay_out(there_memory_.data(), stream.device, max_rows_, biases).first;
-  for (Turn& turn : turns_) {
-    turn.here = there_;
-    if (stream.device == Device::cpu) continue;
-    VIVACE_TRY_ASSIGN(turn.here_memory, device::Buffer::pinned(bytes));
-    turn.here = lay_out(static_cast<uint8_t*>(turn.here_memory.data()), Device::cpu, max_rows_, biases).first;
+  for (size_t i = 0; i < turns_.size(); ++i) {
+    turns_[i].here_memory = std::move(here[i]);
+    turns_[i].here = on_cpu ? there_
+                            : lay_out(static_cast<uint8_t*>(turns_[i].here_memory.data()), Device::cpu, max_rows_, biases)
+                                  .first;
   }
   bias_capacity_ = biases;
   ++shape_.generation;
@@ -131,7 +140,7 @@ Status SampleBatch::fill_state(int64_t state, const SampleSlot& slot, const Stre
   }
   StateRow& row = state_rows_[next_state_row_++ % state_rows_.size()];
   if (row.copied == nullptr) {
-    VIVACE_TRY_ASSIGN(row.memory, device::Buffer::pinned(bits_bytes + counts_bytes));
+    VIVACE_TRY_ASSIGN(row.memory, device::Buffer::pinned(stream.ordinal, bits_bytes + counts_bytes));
     VIVACE_TRY_ASSIGN(row.copied, device::Event::create(stream.ordinal));
   }
   VIVACE_TRY(row.copied->synchronize());
@@ -208,6 +217,10 @@ Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& str
     here.bias_start.as<int32_t>()[i + 1] = bias;
   }
   VIVACE_TRY(find_states(samples, here.state.as<int32_t>(), stream));
+  if (stream.device == Device::cuda && shape_.logprobs > 0) {  // few shapes, so few graphs
+    constexpr int64_t kCommon = 5;
+    shape_.logprobs = shape_.logprobs <= kCommon ? kCommon : kMaxLogprobs;
+  }
   turn.rows = rows;
   turn.logprobs = shape_.logprobs;
   if (stream.device == Device::cpu) return {};

@@ -413,7 +413,11 @@ Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
 
   MeasureCalls measure{stream};
   const int64_t requests = std::min(options_.max_requests, options_.max_tokens);
-  VIVACE_TRY(walk(graph_, shape_of_step(options_.max_tokens, requests, 0), measure));
+  // The most rows need the most of one row's scratch; one row of logits is aligned to more than many are, so another
+  // row may run it.
+  for (const int64_t tokens : {int64_t{1}, options_.max_tokens}) {
+    VIVACE_TRY(walk(graph_, shape_of_step(tokens, std::min(requests, tokens), 0), measure));
+  }
   const ScratchBytes scratch{measure.linear, measure.attention, measure.moe, workers};
   VIVACE_TRY_ASSIGN(scratch_, Memory::reserve(lay_out(nullptr, scratch).second, "activations", stream));
   graph_.buffers = lay_out(scratch_.data(), scratch).first;
@@ -448,7 +452,7 @@ Status Decoder::allocate_staging(const Stream& stream) {
   VIVACE_TRY_ASSIGN(step_memory_, Memory::reserve(bytes, "a step's arrays", stream));
   on_device_ = lay_out_over(step_memory_.data(), options_.device).first;
   for (Staging& staging : staging_) {
-    VIVACE_TRY_ASSIGN(staging.memory, device::Buffer::pinned(bytes));
+    VIVACE_TRY_ASSIGN(staging.memory, device::Buffer::pinned(stream.ordinal, bytes));
     VIVACE_TRY_ASSIGN(staging.copied, device::Event::create(stream.ordinal));
     VIVACE_TRY(staging.copied->record(stream));
     staging.arrays = lay_out_over(static_cast<uint8_t*>(staging.memory.data()), Device::cpu).first;
@@ -641,10 +645,10 @@ Status check_options(const ModelConfig& config, const ModelOptions& options) {
   }
   const int64_t kv_types = options.device == Device::cpu
                                ? dtypes_mask(DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3)
-                               : dtypes_mask(DType::bf16, DType::f16, DType::fp8_e4m3);
+                               : dtypes_mask(DType::bf16, DType::fp8_e4m3);
   if ((kv_types >> static_cast<int>(options.kv_dtype) & 1) == 0) {
     return invalid_argument("kv_dtype is {}, needs {} on {}", name_of(options.kv_dtype),
-                            options.device == Device::cpu ? "f32, bf16, f16 or fp8" : "bf16, f16 or fp8",
+                            options.device == Device::cpu ? "f32, bf16, f16 or fp8" : "bf16 or fp8",
                             name_of(options.device));
   }
   return {};

@@ -24,7 +24,7 @@ class Mover {
 
   Status prepare() {
     for (Slot& slot : slots_) {
-      VIVACE_TRY_ASSIGN(slot.memory, device::Buffer::pinned(kStagingBytes));
+      VIVACE_TRY_ASSIGN(slot.memory, device::Buffer::pinned(stream_.ordinal, kStagingBytes));
       VIVACE_TRY_ASSIGN(slot.done, device::Event::create(stream_.ordinal));
     }
     return {};
@@ -40,7 +40,7 @@ class Mover {
     VIVACE_TRY_ASSIGN(const Tensor target, make(dtype, {rows, width}, what));
     int64_t row = 0;
     for (const Tensor* part : parts) {
-      VIVACE_TRY(move(*part, target.rows(row, part->shape[0])));
+      VIVACE_TRY(move(*part, target.rows(row, part->shape[0]), what));
       row += part->shape[0];
     }
     return target;
@@ -70,11 +70,11 @@ class Mover {
     return weights_.owned.back().get();
   }
   /// `source` on the host into `target` on the device, both [rows, width].
-  Status move(const Tensor& source, const Tensor& target) {
+  Status move(const Tensor& source, const Tensor& target, const char* what) {
     const int64_t rows = source.shape[0], width = source.shape[1];
     const int64_t row_bytes = width * info_of(target.dtype).block_bytes;
     if (row_bytes > kStagingBytes) {
-      return unsupported("a weight has rows of {} bytes, needs at most {}", row_bytes, kStagingBytes);
+      return unsupported("{}: its rows take {} bytes, needs at most {}", what, row_bytes, kStagingBytes);
     }
     const int64_t step = std::max<int64_t>(1, kStagingBytes / std::max<int64_t>(1, row_bytes));
     for (int64_t begin = 0; begin < rows; begin += step) {
@@ -193,7 +193,7 @@ Status place_expert_scales(Mover& mover, LayerWeights& layer) {
         to = std::copy_n(scale.as<const float>(), scale.elements(), to);
       }
     }
-    return mover.move(staged, target);
+    return mover.move(staged, target, "experts' scales");
   };
   VIVACE_TRY(gather({&ExpertWeights::gate_scale, &ExpertWeights::up_scale}, layer.experts_gate_up_scale));
   VIVACE_TRY(gather({&ExpertWeights::down_scale}, layer.experts_down_scale));
@@ -227,9 +227,9 @@ Status place_experts(Mover& mover, LayerWeights& layer) {
   for (int64_t e = 0; e < experts; ++e) {
     const ExpertWeights& expert = layer.experts[e];
     const Tensor gate_up = layer.experts_gate_up.at(e);
-    VIVACE_TRY(mover.move(expert.gate, gate_up.rows(0, intermediate)));
-    VIVACE_TRY(mover.move(expert.up, gate_up.rows(intermediate, intermediate)));
-    VIVACE_TRY(mover.move(expert.down, layer.experts_down.at(e)));
+    VIVACE_TRY(mover.move(expert.gate, gate_up.rows(0, intermediate), "expert's gate projection"));
+    VIVACE_TRY(mover.move(expert.up, gate_up.rows(intermediate, intermediate), "expert's up projection"));
+    VIVACE_TRY(mover.move(expert.down, layer.experts_down.at(e), "expert's down projection"));
   }
   VIVACE_TRY(place_expert_scales(mover, layer));
   layer.experts.clear();

@@ -508,8 +508,9 @@ class Quantiser {
 /// Files that are neither weights nor the configuration: tokenizer, chat template, generation_config.json, licence.
 Status copy_other_files(const std::string& from, const std::string& to, std::vector<std::string>& written) {
   std::error_code failure;
-  for (const fs::directory_entry& file : fs::directory_iterator(from, failure)) {
-    const std::string name = file.path().filename().string();
+  fs::directory_iterator file(from, failure);
+  for (; !failure && file != fs::directory_iterator(); file.increment(failure)) {
+    const std::string name = file->path().filename().string();
     constexpr std::string_view kWeights[] = {".safetensors", ".safetensors.index.json",
                                              ".bin",         ".bin.index.json",
                                              ".pt",          ".pth",
@@ -517,10 +518,11 @@ Status copy_other_files(const std::string& from, const std::string& to, std::vec
                                              ".h5",          ".msgpack"};
     const bool weights = std::any_of(std::begin(kWeights), std::end(kWeights),
                                      [&](std::string_view ending) { return name.ends_with(ending); });
-    if (weights || name == "config.json" || !file.is_regular_file(failure)) continue;
+    std::error_code of_file;  // a link to nowhere is no file, and no reason to stop
+    if (weights || name == "config.json" || !file->is_regular_file(of_file)) continue;
     written.push_back(to + "/" + name);
-    fs::copy_file(file.path(), written.back(), failure);
-    if (failure) return io_error("{}: cannot be copied from {}: {}", written.back(), from, failure.message());
+    fs::copy_file(file->path(), written.back(), of_file);
+    if (of_file) return io_error("{}: cannot be copied from {}: {}", written.back(), from, of_file.message());
   }
   if (failure) return io_error("{}: cannot be listed: {}", from, failure.message());
   return {};
@@ -591,7 +593,7 @@ Result<QuantizeResult> quantize_source(const std::string& model, const std::stri
     if (failure) return io_error("{}/config.json: cannot be written: {}", out, failure.message());
     return {};
   };
-  if (const Status status = write_all(); !status.ok()) {
+  if (const Status status = guarded("quantize", write_all); !status.ok()) {
     std::error_code ignored;
     for (const std::string& path : written) fs::remove(path, ignored);
     if (made) fs::remove(out, ignored);

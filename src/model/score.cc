@@ -42,7 +42,7 @@ class Scorer {
     VIVACE_TRY(model_.allocate_pages(static_cast<int64_t>(page_table_.size()), stream_));
     VIVACE_TRY_ASSIGN(memory_, Memory::reserve(slice_ * vocab_ * 4, "logits", stream_));
     if (stream_.device == Device::cuda) {
-      VIVACE_TRY_ASSIGN(host_logits_, device::Buffer::pinned(memory_.bytes()));
+      VIVACE_TRY_ASSIGN(host_logits_, device::Buffer::pinned(stream_.ordinal, memory_.bytes()));
     }
     return {};
   }

@@ -42,7 +42,7 @@ TEST(DeviceRuntime, ArenaPiecesAreAlignedAndBounded) {
 TEST(DeviceRuntime, AGraphReplaysWithWhatItsInputsHoldThen) {
   if (device_count() == 0) GTEST_SKIP() << "no GPU on this machine";
   auto owned = OwnedStream::create(0);
-  auto source = Buffer::pinned(16), target = Buffer::pinned(16), middle = Buffer::on_device(0, 16);
+  auto source = Buffer::pinned(0, 16), target = Buffer::pinned(0, 16), middle = Buffer::on_device(0, 16);
   ASSERT_TRUE(owned.ok() && source.ok() && target.ok() && middle.ok());
   const Stream& stream = (*owned)->stream();
   auto graph = Graph::capture(stream, [&](const Stream& s) -> Status {

@@ -34,6 +34,8 @@ Status wait_for(const Stream& stream) {
   return internal::cuda_status(cudaStreamSynchronize(cuda_stream(stream)), "waiting for a row under test");
 }
 
+constexpr int kSkipped = 77;  // what test drivers take for neither passed nor failed
+
 }  // namespace
 
 }  // namespace vivace
@@ -44,7 +46,7 @@ int main(int argc, char** argv) {
   std::string why;
   if (device::device_count(&why) == 0) {
     std::printf("vivace-gpu-tests: SKIPPED, nothing was tested: %s\n", why.c_str());
-    return 0;
+    return kSkipped;
   }
   auto stream = device::OwnedStream::create(0);
   if (!stream.ok()) {
