@@ -1,5 +1,7 @@
 #include "src/device/runtime.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <mutex>
 
@@ -59,8 +61,8 @@ using internal::cuda_status;
 Status no_device(int ordinal) {
   std::string why;
   const int count = device_count(&why);
-  if (count == 0) return unsupported("--device: cuda:{} is not available: {}", ordinal, why);
-  return invalid_argument("--device: cuda:{} does not exist, needs 0..{}", ordinal, count - 1);
+  if (count == 0) return unsupported("cuda:{} is not available: {}; use --device cpu, or see `vivace doctor`", ordinal, why);
+  return invalid_argument("cuda:{} does not exist, needs 0..{}", ordinal, count - 1);
 }
 
 cudaEvent_t event_of(void* event) {
@@ -74,7 +76,13 @@ int device_count(std::string* why) {
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaSuccess && count > 0) return count;
   cudaGetLastError();
-  if (why) *why = error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error);
+  if (why == nullptr) return 0;
+  *why = error == cudaSuccess ? "no CUDA device" : cudaGetErrorString(error);
+  if (error == cudaErrorInsufficientDriver) {  // which is also said where there is none
+    void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+    if (driver == nullptr) *why = "there is no NVIDIA driver (libcuda.so.1)";
+    if (driver != nullptr) dlclose(driver);
+  }
   return 0;
 }
 

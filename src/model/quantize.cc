@@ -1,10 +1,14 @@
 #include "src/model/quantize.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -23,6 +27,7 @@
 #include "src/model/safetensors.h"
 #include "src/model/safetensors_writer.h"
 #include "src/model/synthetic.h"
+#include "src/model/weights.h"
 #include "src/ops/linear/block_formats.h"
 #include "src/ops/quantize_fp8/quantize.h"
 
@@ -562,14 +567,39 @@ Status check_model_path(const std::string& model) {
                      model);
 }
 
-/// A new folder, or an empty one.
+/// The configuration until all else is written: whoever made it owns the folder.
+std::string claim_of(const std::string& out) {
+  return out + "/config.json.part";
+}
+
+Status claimed(const std::string& out) {
+  return invalid_argument("{}: a quantize writes here, or did not end; remove the folder or take another", out);
+}
+
+/// A new folder that can be made, or an empty one.
 Status check_out_path(const std::string& out) {
+  if (out.empty()) return invalid_argument("the folder to write is '', needs a path");
   std::error_code failure;
-  if (!fs::exists(out, failure)) return {};
+  if (!fs::exists(out, failure)) {
+    const bool made = fs::create_directories(out, failure);
+    if (failure) return io_error("{}: cannot be made: {}", out, failure.message());
+    if (made) fs::remove(out, failure);
+    return {};
+  }
   if (!fs::is_directory(out, failure)) return invalid_argument("{}: exists and is not a folder", out);
+  if (fs::exists(claim_of(out), failure)) return claimed(out);
   if (!fs::is_empty(out, failure) || failure) {
     return invalid_argument("{}: the folder is not empty, needs a new or an empty one", out);
   }
+  return {};
+}
+
+/// Takes the folder for this run alone.
+Status claim(const std::string& out) {
+  const int file = ::open(claim_of(out).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  if (file < 0 && errno == EEXIST) return claimed(out);
+  if (file < 0) return io_error("{}: cannot be written: {}", claim_of(out), std::strerror(errno));
+  ::close(file);
   return {};
 }
 
@@ -578,18 +608,23 @@ Result<QuantizeResult> quantize_source(const std::string& model, const std::stri
   VIVACE_TRY(check_quantize_paths(model, out));
   VIVACE_TRY_ASSIGN(const Source source, open_source(model));
   VIVACE_TRY(check_options(source, options));
+  {
+    // What the result could not be loaded for is found before it is written.
+    VIVACE_TRY_ASSIGN(const auto checkpoint, open_hf_folder(model));
+    VIVACE_TRY(bind_weights(*checkpoint, RouterMode::exact).status());
+  }
   Quantiser quantiser(source, out, options, stream);
   VIVACE_TRY(quantiser.plan());
   std::error_code failure;
   const bool made = fs::create_directories(out, failure);
   if (failure) return io_error("{}: cannot be made: {}", out, failure.message());
-  std::vector<std::string> written;
+  VIVACE_TRY(claim(out));
+  std::vector<std::string> written{claim_of(out)};
   const auto write_all = [&]() -> Status {
     VIVACE_TRY(quantiser.write(written));
     VIVACE_TRY(copy_other_files(model, out, written));
-    written.push_back(out + "/config.json.part");
-    VIVACE_TRY(Quantiser::write_text(written.back(), quantiser.config()));
-    fs::rename(written.back(), out + "/config.json", failure);
+    VIVACE_TRY(Quantiser::write_text(claim_of(out), quantiser.config()));
+    fs::rename(claim_of(out), out + "/config.json", failure);
     if (failure) return io_error("{}/config.json: cannot be written: {}", out, failure.message());
     return {};
   };

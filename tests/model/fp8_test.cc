@@ -464,6 +464,22 @@ TEST(Quantize, RefusesWhatItCannotWrite) {
   refused(tiny(kHy3, WeightFormat::fp8_block128).path(), out, blocks, Code::unsupported, "quantised already");
   EXPECT_FALSE(std::filesystem::exists(out));
 
+  // What another run has begun is its own.
+  const TempFolder begun;
+  begun.write("config.json.part", std::string());
+  refused(kHy3, begun.path(), blocks, Code::invalid_argument, "a quantize writes here");
+  EXPECT_TRUE(std::filesystem::exists(begun.file("config.json.part")));
+  refused(kHy3, "/proc/vivace", blocks, Code::io_error, "/proc/vivace: cannot be made");
+
+  // A source that could not be loaded makes nothing.
+  const TempFolder incomplete;
+  std::filesystem::copy(kQwen, incomplete.path(), std::filesystem::copy_options::recursive);
+  nlohmann::json config = read_json(kQwen + "/config.json");
+  config["num_hidden_layers"] = config["num_hidden_layers"].get<int>() + 1;
+  incomplete.write("config.json", config.dump());
+  refused(incomplete.path(), out, blocks, Code::not_found, "has no tensor 'model.layers.4.");
+  EXPECT_FALSE(std::filesystem::exists(out));
+
   // A weight that is not finite is seen when its turn comes; nothing stays behind.
   const TempFolder broken;
   write_odd_llama(broken, NAN);
