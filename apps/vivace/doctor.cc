@@ -118,7 +118,7 @@ std::string gpu_text(const Cuda& cuda) {
   }
   if (cuda.build.cuda) {
     const char* ptx =
-        cuda.build.code.find("compute_") == std::string::npos ? "" : " (compute is PTX, for newer ones)";
+        cuda.build.code.find("compute_") == std::string::npos ? "" : " (compute is PTX, for other GPUs)";
     out += fmt::format("CUDA        runtime {} in this build, kernels for {}{}\n", cuda.build.runtime,
                        cuda.build.code, ptx);
   } else {

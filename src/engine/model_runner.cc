@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "src/core/error.h"
+#include "src/core/log.h"
 #include "src/core/guard.h"
 #include "src/cpu/machine.h"
 #include "src/engine/check_options.h"
@@ -187,6 +188,7 @@ Status DecoderRunner::run_staged(bool decodes_alone, const Tensor& logits, const
     Result<std::unique_ptr<device::Graph>> graph =
         device::Graph::capture(stream, [&](const Stream& s) { return compute_and_sample(logits, s); });
     if (!graph.ok()) {  // memory for one more, say: the step runs without, and so do those like it
+      log_line(fmt::format("decode steps of {} requests run without a graph: {}", key.rows, graph.status().message()));
       replays_.erase(key);
       ungraphed_.insert(key);
       return compute_and_sample(logits, stream);

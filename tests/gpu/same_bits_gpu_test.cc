@@ -57,6 +57,14 @@ void release_recorded(void* memory) {
   GpuUnderTest::instance().memory.release(memory);
 }
 
+/// Makes the contents of seed 2 others than those of seed 1 where the seed alone does not.
+template <class Problem>
+void vary(Problem&) {}
+void vary(DecodeScheduleProblem& p) {
+  int32_t* lengths = p.kv_lengths.as<int32_t>();
+  for (int64_t b = 0; b < p.kv_lengths.tensor().shape[0]; ++b) lengths[b] -= lengths[b] / 3;
+}
+
 template <class Problem>
 struct Recorded {
   Contents contents;
@@ -69,6 +77,7 @@ struct Recorded {
     recorded = &contents;
     problem = std::make_unique<Problem>(c, seed);
     recorded = nullptr;
+    if (seed == 2) vary(*problem);
   }
   bool same_shape(const Recorded& other) const {
     return std::ranges::equal(contents, other.contents, {}, &std::span<uint8_t>::size, &std::span<uint8_t>::size);
