@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <random>
 
 #include "tests/large.h"
 #include "tests/model/quantised_copies.h"
@@ -21,9 +22,10 @@ using model::WeightFormat;
 ///
 /// Ours and the float64 model round the same numbers but for a last bit of fp32. Now and then one of them lands on the
 /// other side of a step of e4m3; what follows in the window then has roundings of its own, of the same size, and so
-/// another perplexity. That noise is measured between windows and taken off; more text makes it smaller.
+/// another perplexity. That noise becomes smaller with the text alone: `tolerance` is what this much text can hold.
 struct Amount {
   int64_t calibration, window, windows;
+  double tolerance;
 };
 
 /// Every operator's float64 row.
@@ -76,7 +78,11 @@ double error_of_difference(const std::vector<double>& a, const std::vector<doubl
 
 /// Prints a table of `amount` of the text and holds ours against the float64 model.
 void expect_the_rounding_alone(const std::string& source, const Amount& amount) {
-  const std::vector<int32_t> ids = text_of(source);
+  std::vector<int32_t> ids = text_of(source);
+  if (source == kHy3) {  // its weights are random: any text is as good
+    std::mt19937 random(1);
+    while (std::ssize(ids) < amount.window * amount.windows) ids.push_back(static_cast<int32_t>(random() % 512));
+  }
   ASSERT_GE(std::ssize(ids), amount.window * amount.windows);
   QuantisedCopies copies(source, std::span(ids).first(std::min<size_t>(ids.size(), amount.calibration)));
   const std::vector<double> plain = losses(source, DType::f32, ids, amount, false);
@@ -98,8 +104,8 @@ void expect_the_rounding_alone(const std::string& source, const Amount& amount) 
                   std::string(vivace::name_of(kv)).c_str(), std::exp(mean(ours)),
                   std::exp(mean(ours) - mean(plain)), std::exp(mean(rounding)),
                   std::exp(mean(rounding) - mean(plain)), ratio, noise);
-      EXPECT_NEAR(ratio, 1, 0.003 + 3 * noise) << name << ", " << vivace::name_of(kv);
-      EXPECT_LT(noise, 0.02) << "a difference that size would not be seen";
+      std::fflush(stdout);
+      EXPECT_NEAR(ratio, 1, amount.tolerance) << name << ", " << vivace::name_of(kv);
       EXPECT_NE(mean(ours), mean(plain));
     }
   }
@@ -107,13 +113,13 @@ void expect_the_rounding_alone(const std::string& source, const Amount& amount) 
 
 TEST(Fp8Quality, OursIsTheRoundingAloneOnAShortText) {
   if (kSanitized) GTEST_SKIP() << "the float64 rows take minutes under a sanitizer";
-  for (const std::string& source : {kQwen, kHy3}) expect_the_rounding_alone(source, {1024, 4, 6});
+  for (const std::string& source : {kQwen, kHy3}) expect_the_rounding_alone(source, {1024, 4, 6, 0.03});
 }
 
 TEST(Fp8Quality, largeTable) {
-  VIVACE_LARGE_TEST("takes about 5 minutes");
-  expect_the_rounding_alone(kQwen, {16384, 32, 24});
-  expect_the_rounding_alone(kHy3, {16384, 32, 24});
+  VIVACE_LARGE_TEST("takes about an hour");
+  expect_the_rounding_alone(kQwen, {16384, 256, 64, 0.003});
+  expect_the_rounding_alone(kHy3, {16384, 256, 64, 0.003});
 }
 
 }  // namespace
