@@ -30,6 +30,26 @@ struct MaxMagnitude {
   static constexpr float kIdentity = 0.f;
 };
 
+/// Eight neighbouring elements, 16 bytes an access.
+template <class T>
+__device__ __forceinline__ void load_eight(const T* p, float (&v)[8]) {
+  if constexpr (sizeof(T) == 4) {
+    const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  } else {
+    load_floats(p, v);
+  }
+}
+template <class T>
+__device__ __forceinline__ void store_eight(const float (&v)[8], T* p) {
+  if constexpr (sizeof(T) == 4) {
+    reinterpret_cast<float4*>(p)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    reinterpret_cast<float4*>(p)[1] = make_float4(v[4], v[5], v[6], v[7]);
+  } else {
+    store_floats(v, p);
+  }
+}
+
 /// Where a row goes. `scales` is what made or given scales of this row begin at.
 template <class Out>
 struct RowTarget {
@@ -50,29 +70,44 @@ __device__ __forceinline__ void store_row(const float* row, int64_t width, const
       store_floats(v, target.y + i);
     }
   } else {
-    const auto quantise = [&](int64_t i, float scale) { target.y[i] = from_float<fp8>(__fdiv_rn(row[i], scale)); };
+    // A lane has up to four neighbours at a time, so that a warp has the block of a scale.
+    constexpr int kLane = kVec < 4 ? kVec : 4, kWarp = 32 * kLane;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto quantise = [&](int64_t i, float scale) {
+      float v[kLane];
+#pragma unroll
+      for (int j = 0; j < kLane; ++j) v[j] = __fdiv_rn(row[i + j], scale);
+      store_floats(v, target.y + i);
+    };
+    const auto largest = [&](int64_t i) {
+      float max = 0.f;
+#pragma unroll
+      for (int j = 0; j < kLane; ++j) max = MaxMagnitude{}(max, row[i + j]);
+      return max;
+    };
     if (target.scaling == Fp8Scaling::block) {
-      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
       for (int64_t begin = int64_t{warp} * kScaleBlock; begin < width; begin += kThreads / 32 * kScaleBlock) {
         const int64_t end = begin + kScaleBlock < width ? begin + kScaleBlock : width;
+        const int64_t first = begin + lane * kLane;
         float max = 0.f;
-        for (int64_t i = begin + lane; i < end; i += 32) max = MaxMagnitude{}(max, row[i]);
+        for (int64_t i = first; i < end; i += kWarp) max = MaxMagnitude{}(max, largest(i));
         const float scale = made_scale(warp_reduce<MaxMagnitude>(max));
         if (lane == 0) target.scales[begin / kScaleBlock] = scale;
-        for (int64_t i = begin + lane; i < end; i += 32) quantise(i, scale);
+        for (int64_t i = first; i < end; i += kWarp) quantise(i, scale);
       }
       return;
     }
+    const int64_t first = int64_t{threadIdx.x} * kLane;
     float scale;
     if (target.scaling == Fp8Scaling::token) {
       float max = 0.f;
-      for (int64_t i = threadIdx.x; i < width; i += kThreads) max = MaxMagnitude{}(max, row[i]);
+      for (int64_t i = first; i < width; i += kThreads * kLane) max = MaxMagnitude{}(max, largest(i));
       scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
       if (threadIdx.x == 0) *target.scales = scale;
     } else {
       scale = *target.scales;
     }
-    for (int64_t i = threadIdx.x; i < width; i += kThreads) quantise(i, scale);
+    for (int64_t i = first; i < width; i += kThreads * kLane) quantise(i, scale);
   }
 }
 

@@ -423,6 +423,13 @@ TEST(Linear, CublasltMultipliesFp8FromCapability89) {
   EXPECT_EQ(reason_of(refused, "cuda.cublaslt.fp8"), "needs compute_capability >= 89, got 86");
   EXPECT_EQ(chosen(fp8, 89), cublaslt_found() ? "cuda.cublaslt.fp8" : "cuda.mma");
   EXPECT_EQ(chosen(bf16, 80), cublaslt_found() ? "cuda.cublaslt" : "cuda.mma");
+  LinearArgs odd = fp8;  // the library wants its scales at multiples of 16 bytes
+  odd.x_scale.data = reinterpret_cast<void*>(uintptr_t{20});
+  refused.clear();
+  EXPECT_EQ(choose(kLinear, odd, Stream{.device = Device::cuda, .compute_capability = 90}, &refused)->name, "cuda.mma");
+  if (cublaslt_found()) {
+    EXPECT_EQ(reason_of(refused, "cuda.cublaslt.fp8"), "needs scale_alignment a multiple of 16, got 4");
+  }
   LinearArgs empty = bf16;  // y is the bias, which the library is not asked for
   empty.x.shape[1] = empty.parts[0].weight.shape[1] = 0;
   EXPECT_EQ(chosen(empty, 90), "cuda.mma");

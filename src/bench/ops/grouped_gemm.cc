@@ -115,7 +115,8 @@ class LibraryLoop final : public PreparedOp {
         product.weight = args.weight.at(g);
         product.y = y.rows(g * rows, rows);
         product.x_scale = args.x_scale;
-        if (args.weight_scale.present()) product.weight_scale = args.weight_scale.rows(g, 1);
+        // The scales of all groups are equal, and cuBLASLt wants its own at a multiple of 16 bytes.
+        if (args.weight_scale.present()) product.weight_scale = args.weight_scale.rows(0, 1);
         product.workspace = workspace.data;
       }
     }

@@ -11,6 +11,7 @@
 // Types of what leaves are known when it runs: a kernel per pair of them would only cost size.
 
 #include <algorithm>
+#include <bit>
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
@@ -48,6 +49,7 @@ struct Params {
   int64_t q_scale_stride[2], k_scale_stride[3], v_scale_stride;
   bool made_k_scale;
   int64_t tokens, pages, page_tokens;
+  int page_shift;  // log2 of page_tokens; -1 when it is no power of two
   int heads_q, heads_kv, head_dim, half;
   int lanes, passes, parts;  // of a head; of a warp, each with 32 / lanes heads; warps of a token
   QkNorm norm;
@@ -107,7 +109,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int64_t token, int h,
   }
   const bool is_v = h >= p.heads_q + p.heads_kv;
   const int head = (h - p.heads_q) % p.heads_kv;
-  const int64_t page = slot / p.page_tokens, in_page = slot - page * p.page_tokens;
+  const int64_t page = p.page_shift >= 0 ? slot >> p.page_shift : slot / p.page_tokens;
+  const int64_t in_page = slot - page * p.page_tokens;
   const auto offset = [&](const int64_t(&stride)[3]) {
     return page * stride[0] + in_page * stride[1] + head * stride[2];
   };
@@ -170,14 +173,6 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_kernel(const _
 
 // ---- groups of eight, in registers
 
-__device__ __forceinline__ void load_group(const float* p, float (&v)[kGroup]) {
-  const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
-  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-__device__ __forceinline__ void load_group(const bf16* p, float (&v)[kGroup]) {
-  load_floats(p, v);
-}
-
 template <class Op>
 __device__ __forceinline__ float over_lanes(float v, int lanes) {
   for (int step = lanes / 2; step > 0; step /= 2) v = Op{}(v, __shfl_xor_sync(kAllLanes, v, step));
@@ -192,7 +187,7 @@ __device__ __forceinline__ void normalise(float (&v)[kGroup], const float* weigh
   const float mean = over_lanes<Sum>(squares, p.lanes) / static_cast<float>(p.head_dim);
   const float scale = 1.f / sqrtf(mean + p.eps);
   float w[kGroup];
-  load_group(weights, w);
+  load_eight(weights, w);
 #pragma unroll
   for (int j = 0; j < kGroup; ++j) v[j] *= scale * w[j];
 }
@@ -226,54 +221,25 @@ __device__ __forceinline__ void rotate(float (&v)[kGroup], const Angles& angles,
   }
 }
 
-template <class T>
-__device__ __forceinline__ void store_group(const float (&v)[kGroup], T* to) {
-  if constexpr (sizeof(T) == 4) {
-    reinterpret_cast<float4*>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
-    reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
-  } else {
-    store_floats(v, to);
-  }
-}
-
+// Four blocks to an SM: what a warp waits for, its slot and position and then its angles, is hidden by other warps alone.
 template <class In, int kPasses>
-__global__ __launch_bounds__(kWarps * 32) void attention_prologue_groups_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kWarps * 32, 4) void attention_prologue_groups_kernel(const __grid_constant__ Params p) {
   __shared__ __align__(16) float weights[2][kMostWidth];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int at_once = 32 / p.lanes, group = lane % p.lanes, begin = group * kGroup;
   const int heads = p.heads_q + 2 * p.heads_kv;
-  const int64_t index = int64_t{blockIdx.x} * kWarps + warp;
-  const int64_t token = index / p.parts;
-  const int first_head = static_cast<int>(index - token * p.parts) * p.passes * at_once + lane / p.lanes;
+  const uint32_t index = blockIdx.x * kWarps + warp, parts = static_cast<uint32_t>(p.parts);
+  const int64_t token = index / parts;
+  const int first_head = static_cast<int>(index % parts) * p.passes * at_once + lane / p.lanes;
   wait_for_previous_kernel();
-  const bool works = token < p.tokens;
+  const bool works = token < p.tokens, in_head = begin < p.head_dim;
   const Entry entry = works ? entry_of(p, token) : Entry{-1, 0, true};
-  const bool in_head = begin < p.head_dim;
-  float v[kPasses][kGroup];
+  float v[kPasses][kGroup] = {};
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
+  for (int i = 0; i < kPasses; ++i) {  // under way before it is known whether the token is lost
     const int h = first_head + i * at_once;
-    if (i < p.passes && h < heads && in_head && !entry.lost) {
-      load_group(static_cast<const In*>(p.qkv) + token * p.qkv_stride + int64_t{h} * p.head_dim + begin, v[i]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) v[i][j] = 0.f;
-    }
-  }
-  Angles angles{};
-  if (p.cos_sin != nullptr && !entry.lost && begin < 2 * p.half) {
-    const float* cos = p.cos_sin + entry.position * p.cos_sin_stride;
-    if (p.style == RopeStyle::neox) {
-      const int pair = begin < p.half ? begin : begin - p.half;
-      load_group(cos + pair, angles.cos);
-      load_group(cos + p.half + pair, angles.sin);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kGroup / 2; ++j) {
-        angles.cos[j] = cos[begin / 2 + j];
-        angles.sin[j] = cos[p.half + begin / 2 + j];
-      }
-    }
+    if (i >= p.passes || h >= heads || !in_head || !works) continue;
+    load_eight(static_cast<const In*>(p.qkv) + token * p.qkv_stride + int64_t{h} * p.head_dim + begin, v[i]);
   }
   if (p.norm != QkNorm::none) {
     for (int i = threadIdx.x; i < 2 * kMostWidth; i += kWarps * 32) {
@@ -283,6 +249,21 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_groups_kernel(
     __syncthreads();
   }
   if (!works) return;
+  Angles angles{};
+  if (p.cos_sin != nullptr && !entry.lost && begin < 2 * p.half) {
+    const float* cos = p.cos_sin + entry.position * p.cos_sin_stride;
+    if (p.style == RopeStyle::neox) {
+      const int pair = begin < p.half ? begin : begin - p.half;
+      load_eight(cos + pair, angles.cos);
+      load_eight(cos + p.half + pair, angles.sin);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kGroup / 2; ++j) {
+        angles.cos[j] = cos[begin / 2 + j];
+        angles.sin[j] = cos[p.half + begin / 2 + j];
+      }
+    }
+  }
   let_next_kernel_start();
 
 #pragma unroll
@@ -293,7 +274,7 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_groups_kernel(
     const bool is_q = h < p.heads_q, is_v = h >= p.heads_q + p.heads_kv;
     float turned[kGroup];
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) turned[j] = v[i][j];
+    for (int j = 0; j < kGroup; ++j) turned[j] = v[i][j] = entry.lost ? 0.f : v[i][j];
     const float* own_weights = weights[is_q ? 0 : 1] + begin;
     if (!entry.lost) {
       if (p.norm == QkNorm::norm_then_rope) normalise(turned, own_weights, p);
@@ -320,13 +301,13 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_groups_kernel(
     if (!stores || !in_head) continue;
     const int64_t at = place.offset + begin;
     if (place.dtype == DType::f32) {
-      store_group(v[i], static_cast<float*>(place.data) + at);
+      store_eight(v[i], static_cast<float*>(place.data) + at);
     } else if (place.dtype == DType::bf16) {
-      store_group(v[i], static_cast<bf16*>(place.data) + at);
+      store_eight(v[i], static_cast<bf16*>(place.data) + at);
     } else if (place.dtype == DType::f16) {
-      store_group(v[i], static_cast<f16*>(place.data) + at);
+      store_eight(v[i], static_cast<f16*>(place.data) + at);
     } else {
-      store_group(v[i], static_cast<fp8*>(place.data) + at);
+      store_eight(v[i], static_cast<fp8*>(place.data) + at);
     }
   }
 }
@@ -363,6 +344,8 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
   p.tokens = args.q.shape[0];
   p.pages = args.k.shape[0];
   p.page_tokens = args.k.shape[1];
+  const auto page_tokens = static_cast<uint64_t>(p.page_tokens);
+  p.page_shift = std::has_single_bit(page_tokens) ? std::countr_zero(page_tokens) : -1;
   p.heads_q = static_cast<int>(args.q.shape[1]);
   p.heads_kv = static_cast<int>(args.k.shape[2]);
   p.head_dim = static_cast<int>(args.q.shape[2]);
@@ -390,8 +373,8 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
     return launch_for(is_f32 ? attention_prologue_kernel<float> : attention_prologue_kernel<bf16>,
                       p.tokens * heads, int64_t{kWarps} * p.head_dim * 4);
   }
-  // A warp takes up to four passes, or one while that is not enough to give every SM some warps.
-  constexpr int kMostPasses = 4;
+  // A warp takes two passes, or one while that is not enough to give every SM some warps.
+  constexpr int kMostPasses = 2;
   constexpr int64_t kEnoughWarps = 2048;
   p.lanes = 1;
   while (p.lanes * kGroup < p.head_dim) p.lanes *= 2;

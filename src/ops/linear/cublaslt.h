@@ -28,7 +28,7 @@ inline constexpr int64_t kCublasltWorkspaceBytes = (int64_t{32} << 20) + 255;
 struct CublasltProduct {
   Tensor x, weight, y;
   Tensor bias;                   ///< optional
-  Tensor x_scale, weight_scale;  ///< with fp8: f32 [1]
+  Tensor x_scale, weight_scale;  ///< with fp8: f32 [1], at a multiple of 16 bytes
   bool tf32 = false;             ///< f32 factors are multiplied as tf32 instead of fp32
   void* workspace = nullptr;     ///< kCublasltWorkspaceBytes on the device
 };

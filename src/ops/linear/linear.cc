@@ -31,6 +31,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
   const bool fp8 = args.x.dtype == DType::fp8_e4m3;
   int64_t block_parts = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
   int64_t weight_alignment = alignment_of(args.parts[0].weight), y_alignment = alignment_of(args.parts[0].y);
+  int64_t scale_alignment = alignment_of(args.x_scale);
   for (int p = 0; p < parts_of(args); ++p) {
     const LinearPart& part = args.parts[p];
     block_parts += is_block_format(part.weight.dtype);
@@ -40,6 +41,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
     odd_n += fp8 && part.weight.shape[0] % 16 != 0;
     weight_alignment = std::min(weight_alignment, alignment_of(part.weight));
     y_alignment = std::min(y_alignment, alignment_of(part.y));
+    scale_alignment = std::min(scale_alignment, alignment_of(part.weight_scale));
   }
   return Facts()
       .add("tokens", args.x.shape[0])
@@ -59,6 +61,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
       .add("x_alignment", alignment_of(args.x))
       .add("weight_alignment", weight_alignment)
       .add("y_alignment", y_alignment)
+      .add("scale_alignment", scale_alignment)
       .add("cublaslt", int64_t{args.x.device == Device::cuda && cublaslt_found()})
       .add("cublaslt_algorithm", int64_t{cublaslt_algorithm});
 }

@@ -73,6 +73,7 @@ inline constexpr Need kLinearCublasltFp8Needs[] = {
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
     {"y_alignment", Need::multiple_of, 16},
+    {"scale_alignment", Need::multiple_of, 16},
 };
 
 inline constexpr Row<LinearArgs> kLinearRows[] = {

@@ -4,8 +4,10 @@
 //   bytes  3 W   read x, write y; scales are 4 bytes per 128 elements or per row
 //   flops  2 W   below one flop per byte: memory is the only roof
 //
-// A scale that is given or made from 128 neighbours: a warp per 128 neighbours, whatever the row's width, four of them per
-// lane. A scale made from a row: a block per row, which looks twice; the second look is served by the caches.
+// A scale that is given or made from 128 neighbours: sixteen lanes per 128 neighbours, whatever the row's width, eight of
+// them per lane. A scale made from a row: a block per row, which looks twice; the second look is served by the caches.
+
+#include <algorithm>
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
@@ -19,7 +21,7 @@ namespace {
 using namespace device;
 
 constexpr int kThreads = 256;
-constexpr int kPerLane = kScaleBlock / 32;
+constexpr int kPerLane = 8, kLanesPerScale = kScaleBlock / kPerLane;
 
 struct Params {
   const void* x;
@@ -27,16 +29,16 @@ struct Params {
   float* scales;
   int64_t tokens, width, x_stride, y_stride, scale_stride;
   Fp8Scaling scaling;
-  bool wide;  // every group of four is whole and aligned
+  bool wide;  // every group of a lane is whole and aligned
 };
 
-/// Elements [begin, begin + 4) of the row as fp32; those past the end are 0.
+/// Elements [begin, begin + 8) of the row as fp32; those past the end are 0.
 template <class X>
-__device__ __forceinline__ void load_four(const X* x, int64_t begin, const Params& p, float (&v)[kPerLane]) {
+__device__ __forceinline__ void load_some(const X* x, int64_t begin, const Params& p, float (&v)[kPerLane]) {
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) v[j] = 0.f;
   if (p.wide) {
-    if (begin < p.width) load_floats(x + begin, v);
+    if (begin < p.width) load_eight(x + begin, v);
     return;
   }
 #pragma unroll
@@ -45,12 +47,12 @@ __device__ __forceinline__ void load_four(const X* x, int64_t begin, const Param
   }
 }
 
-__device__ __forceinline__ void store_four(float (&v)[kPerLane], float scale, fp8* y, int64_t begin,
+__device__ __forceinline__ void store_some(float (&v)[kPerLane], float scale, fp8* y, int64_t begin,
                                            const Params& p) {
 #pragma unroll
   for (int j = 0; j < kPerLane; ++j) v[j] = __fdiv_rn(v[j], scale);
   if (p.wide) {
-    if (begin < p.width) store_floats(v, y + begin);
+    if (begin < p.width) store_eight(v, y + begin);
     return;
   }
 #pragma unroll
@@ -61,27 +63,23 @@ __device__ __forceinline__ void store_four(float (&v)[kPerLane], float scale, fp
 
 template <class X>
 __global__ __launch_bounds__(kThreads) void quantize_blocks_kernel(const __grid_constant__ Params p) {
-  const int64_t blocks = (p.width + kScaleBlock - 1) / kScaleBlock;
-  const int64_t unit = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
-  if (unit >= p.tokens * blocks) return;
-  const int64_t token = unit / blocks, block = unit % blocks;
-  const int lane = threadIdx.x % 32;
-  const int64_t begin = block * kScaleBlock + lane * kPerLane;
+  const int64_t token = blockIdx.x;
+  const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kPerLane;
   wait_for_previous_kernel();
   float v[kPerLane];
-  load_four(static_cast<const X*>(p.x) + token * p.x_stride, begin, p, v);
+  load_some(static_cast<const X*>(p.x) + token * p.x_stride, begin, p, v);
   float scale;
   if (p.scaling == Fp8Scaling::block) {
     float max = 0.f;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) max = MaxMagnitude{}(max, v[j]);
-    scale = made_scale(warp_reduce<MaxMagnitude>(max));
-    if (lane == 0) p.scales[token * p.scale_stride + block] = scale;
+    scale = made_scale(warp_reduce<MaxMagnitude, kLanesPerScale>(max));
+    if (begin % kScaleBlock == 0 && begin < p.width) p.scales[token * p.scale_stride + begin / kScaleBlock] = scale;
   } else {
     scale = *p.scales;
   }
   let_next_kernel_start();
-  store_four(v, scale, p.y + token * p.y_stride, begin, p);
+  store_some(v, scale, p.y + token * p.y_stride, begin, p);
 }
 
 template <class X>
@@ -93,7 +91,7 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
   float max = 0.f;
   for (int64_t begin = int64_t{threadIdx.x} * kPerLane; begin < p.width; begin += kThreads * kPerLane) {
     float v[kPerLane];
-    load_four(x, begin, p, v);
+    load_some(x, begin, p, v);
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
@@ -102,8 +100,8 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = int64_t{threadIdx.x} * kPerLane; begin < p.width; begin += kThreads * kPerLane) {
     float v[kPerLane];
-    load_four(x, begin, p, v);
-    store_four(v, scale, y, begin, p);
+    load_some(x, begin, p, v);
+    store_some(v, scale, y, begin, p);
   }
 }
 
@@ -112,7 +110,7 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
 Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
   const int64_t tokens = args.x.shape[0], width = args.x.shape[1];
   const int64_t element = info_of(args.x.dtype).block_bytes;
-  const bool wide = width % kPerLane == 0 && alignment_of(args.x) % (kPerLane * element) == 0 &&
+  const bool wide = width % kPerLane == 0 && alignment_of(args.x) % std::min<int64_t>(16, kPerLane * element) == 0 &&
                     alignment_of(args.y) % kPerLane == 0;
   const Params params{.x = args.x.data,
                       .y = args.y.as<fp8>(),
@@ -125,11 +123,13 @@ Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
                       .scaling = args.scaling,
                       .wide = wide};
   const bool by_row = args.scaling == Fp8Scaling::token;
-  constexpr int64_t kUnits = kThreads / 32;
-  const int64_t units = tokens * ((width + kScaleBlock - 1) / kScaleBlock);
-  const int64_t grid = by_row ? tokens : (units + kUnits - 1) / kUnits;
-  const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(grid)), .block = dim3(kThreads), .overlap_previous = true};
+  // A row's threads are whole warps, so that lanes which share a scale are there together.
+  const int64_t pieces = (width + kPerLane - 1) / kPerLane;
+  const int64_t threads = by_row ? kThreads : std::min<int64_t>(kThreads, (pieces + 31) / 32 * 32);
+  const int64_t blocks = by_row ? 1 : (pieces + threads - 1) / threads;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>(blocks)),
+                          .block = dim3(static_cast<unsigned>(threads)),
+                          .overlap_previous = true};
   Status status;
   with_type<float, bf16, f16>(args.x.dtype, [&](auto x) {
     using X = decltype(x);

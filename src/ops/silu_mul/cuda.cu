@@ -98,7 +98,8 @@ Status silu_mul_cuda(const SiluMulArgs& args, const Stream& stream) {
     const bool inputs_wide =
         alignment_of(args.gate) % 16 == 0 && alignment_of(args.up) % 16 == 0 && intermediate % kVec<T> == 0;
     if (args.y.dtype == DType::fp8_e4m3) {
-      const auto kernel = inputs_wide ? silu_mul_quantise_kernel<T, kVec<T>> : silu_mul_quantise_kernel<T, 1>;
+      const bool wide = inputs_wide && alignment_of(args.y) % 4 == 0;
+      const auto kernel = wide ? silu_mul_quantise_kernel<T, kVec<T>> : silu_mul_quantise_kernel<T, 1>;
       const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tokens)),
                               .block = dim3(kThreads),
                               .smem_bytes = intermediate * 4,
