@@ -30,26 +30,6 @@ struct MaxMagnitude {
   static constexpr float kIdentity = 0.f;
 };
 
-/// Eight neighbouring elements, 16 bytes an access.
-template <class T>
-__device__ __forceinline__ void load_eight(const T* p, float (&v)[8]) {
-  if constexpr (sizeof(T) == 4) {
-    const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-  } else {
-    load_floats(p, v);
-  }
-}
-template <class T>
-__device__ __forceinline__ void store_eight(const float (&v)[8], T* p) {
-  if constexpr (sizeof(T) == 4) {
-    reinterpret_cast<float4*>(p)[0] = make_float4(v[0], v[1], v[2], v[3]);
-    reinterpret_cast<float4*>(p)[1] = make_float4(v[4], v[5], v[6], v[7]);
-  } else {
-    store_floats(v, p);
-  }
-}
-
 /// Where a row goes. `scales` is what made or given scales of this row begin at.
 template <class Out>
 struct RowTarget {
@@ -109,6 +89,72 @@ __device__ __forceinline__ void store_row(const float* row, int64_t width, const
     }
     for (int64_t i = first; i < width; i += kThreads * kLane) quantise(i, scale);
   }
+}
+
+// ---- eight neighbours of a row per lane, in registers
+
+/// Values that a lane holds, and lanes that share a made scale.
+inline constexpr int kOfLane = 8, kLanesPerScale = kScaleBlock / kOfLane;
+
+/// Elements [begin, begin + 8) of a row of `width`; those past its end are 0. `wide`: groups of eight are whole and aligned
+/// to 16 bytes, or to their size.
+template <class T>
+__device__ __forceinline__ void load_eight(const T* row, int64_t begin, int64_t width, bool wide,
+                                           float (&v)[kOfLane]) {
+  constexpr int kAccess = sizeof(T) * kOfLane > 16 ? kVec<T> : kOfLane;
+#pragma unroll
+  for (int i = 0; i < kOfLane; i += kAccess) {
+    float some[kAccess] = {};
+    if (wide && begin < width) {
+      load_floats(row + begin + i, some);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kAccess; ++j) {
+        if (begin + i + j < width) some[j] = to_float(row[begin + i + j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAccess; ++j) v[i + j] = some[j];
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store_eight(const float (&v)[kOfLane], T* row, int64_t begin, int64_t width,
+                                            bool wide) {
+  constexpr int kAccess = sizeof(T) * kOfLane > 16 ? kVec<T> : kOfLane;
+#pragma unroll
+  for (int i = 0; i < kOfLane; i += kAccess) {
+    float some[kAccess];
+#pragma unroll
+    for (int j = 0; j < kAccess; ++j) some[j] = v[i + j];
+    if (wide) {
+      if (begin < width) store_floats(some, row + begin + i);
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < kAccess; ++j) {
+      if (begin + i + j < width) row[begin + i + j] = from_float<T>(some[j]);
+    }
+  }
+}
+
+/// Stores eight values per lane quantised, with a given scale or one made of 128 neighbours. All lanes of a warp call it, the
+/// first of them at a multiple of 256; values past the row's end are 0.
+__device__ __forceinline__ void store_quantised(float (&v)[kOfLane], int64_t begin, int64_t width, bool wide,
+                                                const RowTarget<fp8>& target) {
+  float scale;
+  if (target.scaling == Fp8Scaling::block) {
+    float max = 0.f;
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
+    scale = made_scale(warp_reduce<MaxMagnitude, kLanesPerScale>(max));
+    if (begin % kScaleBlock == 0 && begin < width) target.scales[begin / kScaleBlock] = scale;
+  } else {
+    scale = *target.scales;
+  }
+#pragma unroll
+  for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
+  store_eight(v, target.y, begin, width, wide);
 }
 
 /// First scale of row `token` in a tensor of made or given scales.

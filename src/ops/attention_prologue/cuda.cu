@@ -5,8 +5,8 @@
 //   flops  7 D (heads_q + heads_kv)     below two flops per byte: memory is the only roof
 //
 // Heads of whole groups of eight stay in registers. A warp takes several heads of a token, as many at once as its lanes
-// hold, so that it reads cosines and sines once and has several loads under way; the other half of a rotated pair comes from
-// another lane. Heads of other widths go a warp each through shared memory.
+// hold, so that it reads cosines and sines once and has several loads under way; a lane holds both of a rotated pair.
+// Heads of other widths go a warp each through shared memory.
 //
 // Types of what leaves are known when it runs: a kernel per pair of them would only cost size.
 
@@ -25,7 +25,7 @@ namespace {
 using namespace device;
 
 constexpr int kWarps = 8;
-constexpr int kGroup = 8, kMostWidth = 32 * kGroup;  // values of a lane; of a head that a warp holds
+constexpr int kMostWidth = 256;  // of a head that a warp holds in registers
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 /// Base, strides in elements, and type of an output.
@@ -54,7 +54,7 @@ struct Params {
   int lanes, passes, parts;  // of a head; of a warp, each with 32 / lanes heads; warps of a token
   QkNorm norm;
   RopeStyle style;
-  float eps;
+  float eps, inverse_dim;
 };
 
 /// head *= weight / sqrt(mean(head * head) + eps)
@@ -108,7 +108,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int64_t token, int h,
             p.q_scale + token * p.q_scale_stride[0] + h * p.q_scale_stride[1], true};
   }
   const bool is_v = h >= p.heads_q + p.heads_kv;
-  const int head = (h - p.heads_q) % p.heads_kv;
+  const int head = h - p.heads_q - (is_v ? p.heads_kv : 0);
   const int64_t page = p.page_shift >= 0 ? slot >> p.page_shift : slot / p.page_tokens;
   const int64_t in_page = slot - page * p.page_tokens;
   const auto offset = [&](const int64_t(&stride)[3]) {
@@ -171,76 +171,143 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_kernel(const _
   store_head(head, p, place_of(p, token, h, entry.slot), lane);
 }
 
-// ---- groups of eight, in registers
+// ---- in registers: a lane has two groups of four of a head, which hold both of a rotated pair
+
+constexpr int kGroup = 4, kPair = 2 * kGroup;
 
 template <class Op>
-__device__ __forceinline__ float over_lanes(float v, int lanes) {
-  for (int step = lanes / 2; step > 0; step /= 2) v = Op{}(v, __shfl_xor_sync(kAllLanes, v, step));
+__device__ __forceinline__ float over_head(float v, int lanes, uint32_t mask) {
+  for (int step = lanes / 2; step > 0; step /= 2) v = Op{}(v, __shfl_xor_sync(mask, v, step));
   return v;
 }
 
-/// v *= weight / sqrt(mean(v * v) + eps), where `weights` are this lane's; lanes past the head hold zeros.
-__device__ __forceinline__ void normalise(float (&v)[kGroup], const float* weights, const Params& p) {
-  float squares = 0.f;
-#pragma unroll
-  for (int j = 0; j < kGroup; ++j) squares += v[j] * v[j];
-  const float mean = over_lanes<Sum>(squares, p.lanes) / static_cast<float>(p.head_dim);
-  const float scale = 1.f / sqrtf(mean + p.eps);
-  float w[kGroup];
-  load_eight(weights, w);
-#pragma unroll
-  for (int j = 0; j < kGroup; ++j) v[j] *= scale * w[j];
+/// 1 / sqrt(v) to about an ulp.
+__device__ __forceinline__ float inverse_root(float v) {
+  const float root = rsqrtf(v);
+  return root * (1.5f - 0.5f * v * root * root);
 }
 
-/// The cosines and sines that a lane needs; of interleaved pairs the first half.
+/// v *= weight / sqrt(mean(v * v) + eps), by the lanes of a head.
+__device__ __forceinline__ void normalise(float (&v)[kPair], const float* weights, const int (&at)[2],
+                                          const Params& p, uint32_t mask) {
+  float squares = 0.f;
+#pragma unroll
+  for (int j = 0; j < kPair; ++j) squares += v[j] * v[j];
+  const float scale = inverse_root(over_head<Sum>(squares, p.lanes, mask) * p.inverse_dim + p.eps);
+  const float4 a = *reinterpret_cast<const float4*>(weights + at[0]);
+  const float4 b = *reinterpret_cast<const float4*>(weights + at[1]);
+  const float w[kPair] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int j = 0; j < kPair; ++j) v[j] *= scale * w[j];
+}
+
+/// Cosines and sines of a lane's pairs.
 struct Angles {
   float cos[kGroup], sin[kGroup];
 };
 
-__device__ __forceinline__ void rotate(float (&v)[kGroup], const Angles& angles, const Params& p, int group,
-                                       int lane) {
-  const bool rotates = group * kGroup < 2 * p.half;
-  if (p.style == RopeStyle::neox) {
-    const int apart = p.half / kGroup;  // lanes between the two of a pair
-    const bool is_first = group < apart;
-    const int partner = rotates ? (is_first ? lane + apart : lane - apart) : lane;
+__device__ __forceinline__ void rotate(float (&v)[kPair], const Angles& angles, RopeStyle style) {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      const float other = __shfl_sync(kAllLanes, v[j], partner);
-      const float turned = is_first ? v[j] * angles.cos[j] - other * angles.sin[j]
-                                    : v[j] * angles.cos[j] + other * angles.sin[j];
-      if (rotates) v[j] = turned;
-    }
-  } else if (rotates) {
-#pragma unroll
-    for (int j = 0; j < kGroup; j += 2) {
-      const float a = v[j], b = v[j + 1], c = angles.cos[j / 2], s = angles.sin[j / 2];
-      v[j] = a * c - b * s;
-      v[j + 1] = b * c + a * s;
-    }
+  for (int j = 0; j < kGroup; ++j) {
+    float& a = style == RopeStyle::neox ? v[j] : v[2 * j];
+    float& b = style == RopeStyle::neox ? v[j + kGroup] : v[2 * j + 1];
+    const float a0 = a, b0 = b;
+    a = a0 * angles.cos[j] - b0 * angles.sin[j];
+    b = b0 * angles.cos[j] + a0 * angles.sin[j];
   }
 }
 
-// Four blocks to an SM: what a warp waits for, its slot and position and then its angles, is hidden by other warps alone.
-template <class In, int kPasses>
-__global__ __launch_bounds__(kWarps * 32, 4) void attention_prologue_groups_kernel(const __grid_constant__ Params p) {
-  __shared__ __align__(16) float weights[2][kMostWidth];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int at_once = 32 / p.lanes, group = lane % p.lanes, begin = group * kGroup;
-  const int heads = p.heads_q + 2 * p.heads_kv;
-  const uint32_t index = blockIdx.x * kWarps + warp, parts = static_cast<uint32_t>(p.parts);
-  const int64_t token = index / parts;
-  const int first_head = static_cast<int>(index % parts) * p.passes * at_once + lane / p.lanes;
-  wait_for_previous_kernel();
-  const bool works = token < p.tokens, in_head = begin < p.head_dim;
-  const Entry entry = works ? entry_of(p, token) : Entry{-1, 0, true};
-  float v[kPasses][kGroup] = {};
+/// The first element of each of a lane's groups. Of the rotated part of a NeoX head they are half of it apart.
+__device__ __forceinline__ void groups_of(int index, const Params& p, int (&at)[2]) {
+  const int pairs = p.style == RopeStyle::neox ? p.half / kGroup : 0;  // lanes with such groups
+  at[0] = index < pairs ? index * kGroup : pairs * kPair + (index - pairs) * kPair;
+  at[1] = at[0] + (index < pairs ? p.half : kGroup);
+}
+
+template <class T>
+__device__ __forceinline__ void store_pair(const float (&v)[kPair], T* head, const int (&at)[2]) {
+  const float a[kGroup] = {v[0], v[1], v[2], v[3]}, b[kGroup] = {v[4], v[5], v[6], v[7]};
+  store_floats(a, head + at[0]);
+  store_floats(b, head + at[1]);
+}
+
+/// Divides what becomes fp8 by its scale, which is first made with `make`; by the lanes of a head.
+__device__ __forceinline__ void quantise(float (&v)[kPair], float* scale, bool make, int lanes, int index,
+                                         uint32_t mask) {
+  float divisor;
+  if (make) {
+    float max = 0.f;
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {  // under way before it is known whether the token is lost
-    const int h = first_head + i * at_once;
-    if (i >= p.passes || h >= heads || !in_head || !works) continue;
-    load_eight(static_cast<const In*>(p.qkv) + token * p.qkv_stride + int64_t{h} * p.head_dim + begin, v[i]);
+    for (int j = 0; j < kPair; ++j) max = MaxMagnitude{}(max, v[j]);
+    divisor = made_scale(over_head<MaxMagnitude>(max, lanes, mask));
+    if (index == 0) *scale = divisor;
+  } else {
+    divisor = *scale;
   }
+#pragma unroll
+  for (int j = 0; j < kPair; ++j) v[j] = __fdiv_rn(v[j], divisor);
+}
+
+/// Where the heads of q, of k or of v of a token go. It lies in shared memory: registers are for heads.
+struct Places {
+  char* data;
+  float* scale;
+  int64_t stride, scale_stride;  // between heads: in bytes; in scales
+  int first_head;
+  DType dtype;
+  bool make;
+};
+__device__ __forceinline__ Places places_of(const Params& p, int64_t token, int kind, int64_t slot) {
+  const int first = kind == 0 ? 0 : p.heads_q + (kind - 1) * p.heads_kv;
+  const Place place = place_of(p, token, first, slot);
+  const int64_t stride = kind == 0 ? p.q.stride[1] : kind == 1 ? p.k.stride[2] : p.v.stride[2];
+  const int64_t scale_stride = kind == 0   ? p.q_scale_stride[1]
+                               : kind == 1 ? p.k_scale_stride[2]
+                                           : p.v_scale_stride;
+  const int size = place.dtype == DType::f32 ? 4 : place.dtype == DType::fp8_e4m3 ? 1 : 2;
+  return {static_cast<char*>(place.data) + place.offset * size,
+          place.scale,
+          stride * size,
+          scale_stride,
+          first,
+          place.dtype,
+          place.make};
+}
+
+/// A warp takes `passes` times 32 / lanes heads of a token, and has kAtOnce of those loads under way. Lanes of different heads
+/// go different ways: they only ever wait for those of their own.
+template <class In, RopeStyle kStyle, int kAtOnce>
+__global__ __launch_bounds__(kWarps * 32,
+                             4) void attention_prologue_pairs_kernel(const __grid_constant__ Params p) {
+  __shared__ __align__(16) float weights[2][kMostWidth];
+  __shared__ Places places[kWarps][3];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int at_once = 32 / p.lanes, index = lane % p.lanes;
+  const int heads = p.heads_q + 2 * p.heads_kv;
+  const uint32_t unit = blockIdx.x * kWarps + warp, parts = static_cast<uint32_t>(p.parts);
+  const int64_t token = unit / parts;
+  const int first = static_cast<int>(unit % parts) * p.passes * at_once + lane / p.lanes;
+  const int end = min(heads, first + p.passes * at_once);
+  const uint32_t mask = p.lanes == 32 ? kAllLanes : ((1u << p.lanes) - 1) << (lane - index);
+  const bool in_head = index * kPair < p.head_dim;
+  int at[2];
+  groups_of(in_head ? index : 0, p, at);
+  wait_for_previous_kernel();
+  const bool works = token < p.tokens;
+  const Entry entry = works ? entry_of(p, token) : Entry{-1, 0, true};
+  const In* const from = static_cast<const In*>(p.qkv) + token * p.qkv_stride;
+  using Four = Vec<In, kGroup>;
+  Four some[kAtOnce][2];
+  const auto load_some = [&](int h0) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int h = h0 + i * at_once;
+      if (h >= end || !in_head || !works) continue;
+      some[i][0] = *reinterpret_cast<const Four*>(from + h * p.head_dim + at[0]);
+      some[i][1] = *reinterpret_cast<const Four*>(from + h * p.head_dim + at[1]);
+    }
+  };
+  load_some(first);  // before it is known whether the token is lost
   if (p.norm != QkNorm::none) {
     for (int i = threadIdx.x; i < 2 * kMostWidth; i += kWarps * 32) {
       const int which = i / kMostWidth, d = i % kMostWidth;
@@ -249,65 +316,52 @@ __global__ __launch_bounds__(kWarps * 32, 4) void attention_prologue_groups_kern
     __syncthreads();
   }
   if (!works) return;
+  if (lane < 3) places[warp][lane] = places_of(p, token, lane, entry.slot);
+  __syncwarp();
+  const bool rotates = p.cos_sin != nullptr && !entry.lost && in_head && at[0] < 2 * p.half;
   Angles angles{};
-  if (p.cos_sin != nullptr && !entry.lost && begin < 2 * p.half) {
-    const float* cos = p.cos_sin + entry.position * p.cos_sin_stride;
-    if (p.style == RopeStyle::neox) {
-      const int pair = begin < p.half ? begin : begin - p.half;
-      load_eight(cos + pair, angles.cos);
-      load_eight(cos + p.half + pair, angles.sin);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kGroup / 2; ++j) {
-        angles.cos[j] = cos[begin / 2 + j];
-        angles.sin[j] = cos[p.half + begin / 2 + j];
-      }
-    }
+  if (rotates) {
+    const float* cos =
+        p.cos_sin + entry.position * p.cos_sin_stride + (kStyle == RopeStyle::neox ? at[0] : at[0] / 2);
+    load_floats(cos, angles.cos);
+    load_floats(cos + p.half, angles.sin);
   }
   let_next_kernel_start();
 
+  for (int h0 = first; h0 < end; h0 += kAtOnce * at_once) {
+    if (h0 != first) load_some(h0);
 #pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    if (i >= p.passes) break;
-    // Lanes of several heads shuffle together: what does not apply to a head is computed and dropped.
-    const int h = first_head + i * at_once;
-    const bool is_q = h < p.heads_q, is_v = h >= p.heads_q + p.heads_kv;
-    float turned[kGroup];
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int h = h0 + i * at_once;
+      const bool is_q = h < p.heads_q, is_v = h >= p.heads_q + p.heads_kv;
+      if (h >= end || (!is_q && (entry.lost || entry.slot < 0))) continue;
+      float v[kPair] = {};
+      if (in_head && !entry.lost) {
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) turned[j] = v[i][j] = entry.lost ? 0.f : v[i][j];
-    const float* own_weights = weights[is_q ? 0 : 1] + begin;
-    if (!entry.lost) {
-      if (p.norm == QkNorm::norm_then_rope) normalise(turned, own_weights, p);
-      if (p.cos_sin != nullptr) rotate(turned, angles, p, group, lane);
-      if (p.norm == QkNorm::rope_then_norm) normalise(turned, own_weights, p);
-    }
-#pragma unroll
-    for (int j = 0; j < kGroup; ++j) v[i][j] = is_v ? v[i][j] : turned[j];
-
-    const bool stores = h < heads && (is_q || (!entry.lost && entry.slot >= 0));
-    const Place place = place_of(p, token, stores ? h : 0, entry.slot);
-    if (p.q.dtype == DType::fp8_e4m3 || p.k.dtype == DType::fp8_e4m3) {
-      float max = 0.f;
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) max = MaxMagnitude{}(max, v[i][j]);
-      max = over_lanes<MaxMagnitude>(max, p.lanes);
-      if (stores && place.dtype == DType::fp8_e4m3) {
-        const float divisor = place.make ? made_scale(max) : *place.scale;
-        if (place.make && group == 0) *place.scale = divisor;
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j) v[i][j] = __fdiv_rn(v[i][j], divisor);
+        for (int j = 0; j < kPair; ++j) v[j] = to_float(some[i][j / kGroup].v[j % kGroup]);
       }
-    }
-    if (!stores || !in_head) continue;
-    const int64_t at = place.offset + begin;
-    if (place.dtype == DType::f32) {
-      store_eight(v[i], static_cast<float*>(place.data) + at);
-    } else if (place.dtype == DType::bf16) {
-      store_eight(v[i], static_cast<bf16*>(place.data) + at);
-    } else if (place.dtype == DType::f16) {
-      store_eight(v[i], static_cast<f16*>(place.data) + at);
-    } else {
-      store_eight(v[i], static_cast<fp8*>(place.data) + at);
+      if (!is_v && !entry.lost) {
+        const float* own_weights = weights[is_q ? 0 : 1];
+        if (p.norm == QkNorm::norm_then_rope) normalise(v, own_weights, at, p, mask);
+        if (rotates) rotate(v, angles, kStyle);
+        if (p.norm == QkNorm::rope_then_norm) normalise(v, own_weights, at, p, mask);
+      }
+      const Places& to = places[warp][is_q ? 0 : is_v ? 2 : 1];
+      const int head = h - to.first_head;
+      if (to.dtype == DType::fp8_e4m3) {
+        quantise(v, to.scale + head * to.scale_stride, to.make, p.lanes, index, mask);
+      }
+      if (!in_head) continue;
+      char* const data = to.data + head * to.stride;
+      if (to.dtype == DType::bf16) {
+        store_pair(v, reinterpret_cast<bf16*>(data), at);
+      } else if (to.dtype == DType::f32) {
+        store_pair(v, reinterpret_cast<float*>(data), at);
+      } else if (to.dtype == DType::f16) {
+        store_pair(v, reinterpret_cast<f16*>(data), at);
+      } else {
+        store_pair(v, reinterpret_cast<fp8*>(data), at);
+      }
     }
   }
 }
@@ -353,6 +407,7 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
   p.norm = args.qk_norm;
   p.style = args.rope_style;
   p.eps = static_cast<float>(args.eps);
+  p.inverse_dim = 1.f / static_cast<float>(p.head_dim);
 
   const auto launch_for = [&](auto kernel, int64_t warps, int64_t smem_bytes) {
     const LaunchShape shape{.grid = dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps)),
@@ -364,30 +419,40 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
   const bool is_f32 = args.qkv.dtype == DType::f32;
   const int heads = p.heads_q + 2 * p.heads_kv;
   const auto fits = [&](const Tensor& t) {
-    return alignment_of(t) % std::min<int64_t>(16, kGroup * info_of(t.dtype).block_bytes) == 0;
+    return alignment_of(t) % (kGroup * info_of(t.dtype).block_bytes) == 0;
   };
-  const bool groups = p.head_dim % kGroup == 0 && p.head_dim <= kMostWidth && p.half % kGroup == 0 &&
+  const bool groups = p.head_dim % kPair == 0 && p.head_dim <= kMostWidth && p.half % kGroup == 0 &&
                       fits(args.qkv) && fits(args.q) && fits(args.k) && fits(args.v) &&
                       (p.cos_sin == nullptr || fits(args.cos_sin));
   if (!groups) {
     return launch_for(is_f32 ? attention_prologue_kernel<float> : attention_prologue_kernel<bf16>,
                       p.tokens * heads, int64_t{kWarps} * p.head_dim * 4);
   }
-  // A warp takes two passes, or one while that is not enough to give every SM some warps.
-  constexpr int kMostPasses = 2;
-  constexpr int64_t kEnoughWarps = 2048;
+  // A warp takes a whole token, or a part where there are too few of those to give every SM its warps.
+  constexpr int kAtOnce = 2;
+  constexpr int64_t kEnoughWarps = 4096;
   p.lanes = 1;
-  while (p.lanes * kGroup < p.head_dim) p.lanes *= 2;
-  const int at_once = 32 / p.lanes, passes = (heads + at_once - 1) / at_once;
-  const int fewest_parts = (passes + kMostPasses - 1) / kMostPasses;
-  const bool many = p.tokens * fewest_parts >= kEnoughWarps;
-  p.passes = many ? (passes + fewest_parts - 1) / fewest_parts : 1;
-  p.parts = (passes + p.passes - 1) / p.passes;
-  const auto kernel = many ? (is_f32 ? attention_prologue_groups_kernel<float, kMostPasses>
-                                     : attention_prologue_groups_kernel<bf16, kMostPasses>)
-                           : (is_f32 ? attention_prologue_groups_kernel<float, 1>
-                                     : attention_prologue_groups_kernel<bf16, 1>);
-  return launch_for(kernel, p.tokens * p.parts, 0);
+  while (p.lanes * kPair < p.head_dim) p.lanes *= 2;
+  const int at_once = 32 / p.lanes, all = (heads + at_once - 1) / at_once;
+  const auto parts =
+      static_cast<int>(std::clamp<int64_t>(kEnoughWarps / std::max<int64_t>(p.tokens, 1), 1, all));
+  p.passes = (all + parts - 1) / parts;
+  p.parts = (all + p.passes - 1) / p.passes;
+  Status status;
+  with_type<float, bf16>(args.qkv.dtype, [&](auto type) {
+    using In = decltype(type);
+    const auto run = [&](auto one, auto some) {
+      status = launch_for(p.passes > 1 ? some : one, p.tokens * p.parts, 0);
+    };
+    if (p.style == RopeStyle::neox) {
+      run(attention_prologue_pairs_kernel<In, RopeStyle::neox, 1>,
+          attention_prologue_pairs_kernel<In, RopeStyle::neox, kAtOnce>);
+    } else {
+      run(attention_prologue_pairs_kernel<In, RopeStyle::interleaved, 1>,
+          attention_prologue_pairs_kernel<In, RopeStyle::interleaved, kAtOnce>);
+    }
+  });
+  return status;
 }
 
 }  // namespace vivace

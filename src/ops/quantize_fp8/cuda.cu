@@ -21,7 +21,6 @@ namespace {
 using namespace device;
 
 constexpr int kThreads = 256;
-constexpr int kPerLane = 8, kLanesPerScale = kScaleBlock / kPerLane;
 
 struct Params {
   const void* x;
@@ -32,54 +31,17 @@ struct Params {
   bool wide;  // every group of a lane is whole and aligned
 };
 
-/// Elements [begin, begin + 8) of the row as fp32; those past the end are 0.
-template <class X>
-__device__ __forceinline__ void load_some(const X* x, int64_t begin, const Params& p, float (&v)[kPerLane]) {
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) v[j] = 0.f;
-  if (p.wide) {
-    if (begin < p.width) load_eight(x + begin, v);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    if (begin + j < p.width) v[j] = to_float(x[begin + j]);
-  }
-}
-
-__device__ __forceinline__ void store_some(float (&v)[kPerLane], float scale, fp8* y, int64_t begin,
-                                           const Params& p) {
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) v[j] = __fdiv_rn(v[j], scale);
-  if (p.wide) {
-    if (begin < p.width) store_eight(v, y + begin);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    if (begin + j < p.width) y[begin + j] = from_float<fp8>(v[j]);
-  }
-}
-
 template <class X>
 __global__ __launch_bounds__(kThreads) void quantize_blocks_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
-  const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kPerLane;
+  const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
   wait_for_previous_kernel();
-  float v[kPerLane];
-  load_some(static_cast<const X*>(p.x) + token * p.x_stride, begin, p, v);
-  float scale;
-  if (p.scaling == Fp8Scaling::block) {
-    float max = 0.f;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) max = MaxMagnitude{}(max, v[j]);
-    scale = made_scale(warp_reduce<MaxMagnitude, kLanesPerScale>(max));
-    if (begin % kScaleBlock == 0 && begin < p.width) p.scales[token * p.scale_stride + begin / kScaleBlock] = scale;
-  } else {
-    scale = *p.scales;
-  }
+  float v[kOfLane];
+  load_eight(static_cast<const X*>(p.x) + token * p.x_stride, begin, p.width, p.wide, v);
   let_next_kernel_start();
-  store_some(v, scale, p.y + token * p.y_stride, begin, p);
+  const RowTarget<fp8> target{p.y + token * p.y_stride, scales_of(p.scales, p.scaling, p.scale_stride, token),
+                              p.scaling};
+  store_quantised(v, begin, p.width, p.wide, target);
 }
 
 template <class X>
@@ -88,20 +50,21 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
   const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
   fp8* y = p.y + token * p.y_stride;
   wait_for_previous_kernel();
-  float max = 0.f;
-  for (int64_t begin = int64_t{threadIdx.x} * kPerLane; begin < p.width; begin += kThreads * kPerLane) {
-    float v[kPerLane];
-    load_some(x, begin, p, v);
+  const int64_t first = int64_t{threadIdx.x} * kOfLane;
+  float max = 0.f, v[kOfLane];
+  for (int64_t begin = first; begin < p.width; begin += kThreads * kOfLane) {
+    load_eight(x, begin, p.width, p.wide, v);
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) max = MaxMagnitude{}(max, v[j]);
+    for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
   const float scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
   let_next_kernel_start();
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
-  for (int64_t begin = int64_t{threadIdx.x} * kPerLane; begin < p.width; begin += kThreads * kPerLane) {
-    float v[kPerLane];
-    load_some(x, begin, p, v);
-    store_some(v, scale, y, begin, p);
+  for (int64_t begin = first; begin < p.width; begin += kThreads * kOfLane) {
+    load_eight(x, begin, p.width, p.wide, v);
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
+    store_eight(v, y, begin, p.width, p.wide);
   }
 }
 
@@ -110,8 +73,9 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
 Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
   const int64_t tokens = args.x.shape[0], width = args.x.shape[1];
   const int64_t element = info_of(args.x.dtype).block_bytes;
-  const bool wide = width % kPerLane == 0 && alignment_of(args.x) % std::min<int64_t>(16, kPerLane * element) == 0 &&
-                    alignment_of(args.y) % kPerLane == 0;
+  const bool wide = width % kOfLane == 0 &&
+                    alignment_of(args.x) % std::min<int64_t>(16, kOfLane * element) == 0 &&
+                    alignment_of(args.y) % kOfLane == 0;
   const Params params{.x = args.x.data,
                       .y = args.y.as<fp8>(),
                       .scales = args.scale.as<float>(),
@@ -124,7 +88,7 @@ Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
                       .wide = wide};
   const bool by_row = args.scaling == Fp8Scaling::token;
   // A row's threads are whole warps, so that lanes which share a scale are there together.
-  const int64_t pieces = (width + kPerLane - 1) / kPerLane;
+  const int64_t pieces = (width + kOfLane - 1) / kOfLane;
   const int64_t threads = by_row ? kThreads : std::min<int64_t>(kThreads, (pieces + 31) / 32 * 32);
   const int64_t blocks = by_row ? 1 : (pieces + threads - 1) / threads;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>(blocks)),

@@ -4,10 +4,11 @@
 //   bytes  6 I   read gate and up, write y (5 I with fp8 y)
 //   flops  4 I   an exponential and a division among them; below one flop per byte: memory is the only roof
 //
-// Element by element, 16 bytes of gate and up per thread. An fp8 y may need the largest value of its row: then a block
-// keeps the row in shared memory as fp32.
+// Eight values of a row per lane; sixteen lanes make the scale of 128 neighbours. An fp8 y may need the largest value of its
+// row: then a block keeps the row in shared memory as fp32.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
@@ -28,6 +29,7 @@ struct Params {
   float* scales;
   int64_t intermediate, gate_stride, up_stride, y_stride, scale_stride;
   Fp8Scaling scaling;
+  bool wide;  // every eight of a row are whole and aligned
 };
 
 __device__ __forceinline__ float silu_mul_one(float gate, float up) {
@@ -36,85 +38,97 @@ __device__ __forceinline__ float silu_mul_one(float gate, float up) {
   return silu * up;
 }
 
-template <class T, int kVec>
-__device__ __forceinline__ void silu_mul_some(const T* gate, const T* up, float (&v)[kVec]) {
-  float u[kVec];
-  load_floats(gate, v);
-  load_floats(up, u);
+/// Eight values of a row, those past its end 0.
+template <class T>
+__device__ __forceinline__ void silu_mul_eight(const T* gate, const T* up, int64_t begin, const Params& p,
+                                               float (&v)[kOfLane]) {
+  float u[kOfLane];
+  load_eight(gate, begin, p.intermediate, p.wide, v);
+  load_eight(up, begin, p.intermediate, p.wide, u);
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) v[j] = silu_mul_one(v[j], u[j]);
+  for (int j = 0; j < kOfLane; ++j) v[j] = silu_mul_one(v[j], u[j]);
 }
 
-template <class T, int kVec>
+template <class T, class Out>
 __global__ __launch_bounds__(kThreads) void silu_mul_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
-  const int64_t i = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kVec;
-  if (i >= p.intermediate) return;
+  const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
+  Out* const y = static_cast<Out*>(p.y) + token * p.y_stride;
   wait_for_previous_kernel();
-  float v[kVec];
-  silu_mul_some(static_cast<const T*>(p.gate) + token * p.gate_stride + i,
-                static_cast<const T*>(p.up) + token * p.up_stride + i, v);
+  float v[kOfLane];
+  silu_mul_eight(static_cast<const T*>(p.gate) + token * p.gate_stride,
+                 static_cast<const T*>(p.up) + token * p.up_stride, begin, p, v);
   let_next_kernel_start();
-  store_floats(v, static_cast<T*>(p.y) + token * p.y_stride + i);
+  if constexpr (std::is_same_v<Out, fp8>) {
+    const RowTarget<fp8> target{y, scales_of(p.scales, p.scaling, p.scale_stride, token), p.scaling};
+    store_quantised(v, begin, p.intermediate, p.wide, target);
+  } else {
+    store_eight(v, y, begin, p.intermediate, p.wide);
+  }
 }
 
-template <class T, int kVec>
-__global__ __launch_bounds__(kThreads) void silu_mul_quantise_kernel(const __grid_constant__ Params p) {
-  extern __shared__ float row[];
-  const int64_t token = blockIdx.x;
+/// To fp8 with a scale made of the whole row.
+template <class T>
+__global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) float row[];
+  const int64_t token = blockIdx.x, stride = kThreads * kOfLane;
   const T* gate = static_cast<const T*>(p.gate) + token * p.gate_stride;
   const T* up = static_cast<const T*>(p.up) + token * p.up_stride;
+  fp8* const y = static_cast<fp8*>(p.y) + token * p.y_stride;
   wait_for_previous_kernel();
-  for (int64_t i = int64_t{threadIdx.x} * kVec; i < p.intermediate; i += kThreads * kVec) {
-    float v[kVec];
-    silu_mul_some(gate + i, up + i, v);
+  const int64_t first = int64_t{threadIdx.x} * kOfLane;
+  float max = 0.f, v[kOfLane];
+  for (int64_t begin = first; begin < p.intermediate; begin += stride) {
+    silu_mul_eight(gate, up, begin, p, v);
+    store_eight(v, row, begin, p.intermediate, p.wide);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) row[i + j] = v[j];
+    for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
+  const float scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
   let_next_kernel_start();
-  __syncthreads();
-  store_row<kThreads, kVec>(row, p.intermediate,
-                            RowTarget<fp8>{static_cast<fp8*>(p.y) + token * p.y_stride,
-                                           scales_of(p.scales, p.scaling, p.scale_stride, token), p.scaling});
+  if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
+  for (int64_t begin = first; begin < p.intermediate; begin += stride) {
+    load_eight(row, begin, p.intermediate, p.wide, v);
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
+    store_eight(v, y, begin, p.intermediate, p.wide);
+  }
 }
 
 }  // namespace
 
 Status silu_mul_cuda(const SiluMulArgs& args, const Stream& stream) {
   const int64_t tokens = args.gate.shape[0], intermediate = args.gate.shape[1];
-  const Params params{.gate = args.gate.data,
-                      .up = args.up.data,
-                      .y = args.y.data,
-                      .scales = args.y_scale.as<float>(),
-                      .intermediate = intermediate,
-                      .gate_stride = args.gate.stride[0],
-                      .up_stride = args.up.stride[0],
-                      .y_stride = args.y.stride[0],
-                      .scale_stride = args.y_scale.stride[0],
-                      .scaling = args.y_scaling};
+  const auto fits = [](const Tensor& t) {
+    return alignment_of(t) % std::min<int64_t>(16, kOfLane * info_of(t.dtype).block_bytes) == 0;
+  };
+  const Params params{
+      .gate = args.gate.data,
+      .up = args.up.data,
+      .y = args.y.data,
+      .scales = args.y_scale.as<float>(),
+      .intermediate = intermediate,
+      .gate_stride = args.gate.stride[0],
+      .up_stride = args.up.stride[0],
+      .y_stride = args.y.stride[0],
+      .scale_stride = args.y_scale.stride[0],
+      .scaling = args.y_scaling,
+      .wide = intermediate % kOfLane == 0 && fits(args.gate) && fits(args.up) && fits(args.y)};
+  const bool fp8_y = args.y.dtype == DType::fp8_e4m3, by_row = fp8_y && args.y_scaling == Fp8Scaling::token;
+  // A row's threads are whole warps, so that lanes which share a scale are there together.
+  const int64_t pieces = (intermediate + kOfLane - 1) / kOfLane;
+  const int64_t threads = by_row ? kThreads : std::min<int64_t>(kThreads, (pieces + 31) / 32 * 32);
+  const int64_t blocks = by_row ? 1 : (pieces + threads - 1) / threads;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>(blocks)),
+                          .block = dim3(static_cast<unsigned>(threads)),
+                          .smem_bytes = by_row ? intermediate * 4 : 0,
+                          .overlap_previous = true};
   Status status;
   with_type<float, bf16>(args.gate.dtype, [&](auto type) {
     using T = decltype(type);
-    const bool inputs_wide =
-        alignment_of(args.gate) % 16 == 0 && alignment_of(args.up) % 16 == 0 && intermediate % kVec<T> == 0;
-    if (args.y.dtype == DType::fp8_e4m3) {
-      const bool wide = inputs_wide && alignment_of(args.y) % 4 == 0;
-      const auto kernel = wide ? silu_mul_quantise_kernel<T, kVec<T>> : silu_mul_quantise_kernel<T, 1>;
-      const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tokens)),
-                              .block = dim3(kThreads),
-                              .smem_bytes = intermediate * 4,
-                              .overlap_previous = true};
-      status = launch("silu_mul", kernel, shape, stream, params);
-      return;
-    }
-    const bool wide = inputs_wide && alignment_of(args.y) % 16 == 0;
-    const auto kernel = wide ? silu_mul_kernel<T, kVec<T>> : silu_mul_kernel<T, 1>;
-    const int64_t pieces = wide ? intermediate / kVec<T> : intermediate;
-    const int64_t threads = std::min<int64_t>(kThreads, (pieces + 31) / 32 * 32);
-    const LaunchShape shape{
-        .grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>((pieces + threads - 1) / threads)),
-        .block = dim3(static_cast<unsigned>(threads)),
-        .overlap_previous = true};
+    const auto kernel = by_row  ? silu_mul_row_kernel<T>
+                        : fp8_y ? silu_mul_kernel<T, fp8>
+                                : silu_mul_kernel<T, T>;
     status = launch("silu_mul", kernel, shape, stream, params);
   });
   return status;
