@@ -45,8 +45,8 @@ struct RouteTopKArgs {
 ///          softmax and zero under sigmoid.
 /// Zero     a chosen identity expert is written as id -1 with weight 0, and zero_weight gets the sum of these
 ///          weights: the layer adds zero_weight · x.
-/// Padding  a token from live_tokens on has the id -1 and the weight 0 in all places, and zero_weight 0; its logits are not
-///          looked at. So a graph captured for many tokens serves fewer, and no expert is read for the rest.
+/// Padding  a token from live_tokens on has the id -1 and the weight 0 in all places, and zero_weight 0; its logits do not
+///          matter. So a graph captured for many tokens serves fewer, and no expert is read for the rest.
 ///
 /// Shapes   scores [tokens, experts]; correction_bias [experts]; expert_ids, expert_weights [tokens, top_k];
 ///          zero_weight [tokens]; live_tokens [1]. Rows may be strided.

@@ -39,7 +39,7 @@ TEST(RouteTopK, EveryRowAgreesWithTheReference) {
   }
 }
 
-TEST(RouteTopK, PaddingChoosesNobodyAndItsLogitsAreNotRead) {
+TEST(RouteTopK, PaddingChoosesNobodyAndItsLogitsDoNotMatter) {
   RouteTopKProblem shapes({"", 7, 64, 4, RouteScoring::softmax, true, false, 6, 1, 1, 16, 0, 3}, 1);
   for (const Stream& stream : test_streams()) {
     for_each_fitting_row(kRouteTopK, shapes.args, stream, [&](const auto& row) {

@@ -91,20 +91,21 @@ __global__ __launch_bounds__(kMostWarps * 32) void route_top_k_kernel(const __gr
   const float* source = p.scores + token * p.scores_stride;
   wait_for_previous_kernel();
 
-  if (p.live_tokens != nullptr && token >= *p.live_tokens) {
-    for (int j = lane; j < p.top_k; j += 32) {
-      p.ids[token * p.ids_stride + j] = -1;
-      p.weights[token * p.weights_stride + j] = 0.f;
-    }
-    if (p.zero_weight != nullptr && lane == 0) p.zero_weight[token * p.zero_weight_stride] = 0.f;
-    return;
-  }
+  const int64_t live_tokens = p.live_tokens != nullptr ? *p.live_tokens : p.tokens;
   float largest = -INFINITY;
   for (int e = lane; e < p.experts; e += 32) {
     const float v = source[e];
     keys[e] = key_of(v);
     scores[e] = logit_of(v);
     largest = fmaxf(largest, scores[e]);
+  }
+  if (token >= live_tokens) {  // asked here, so that the number arrives together with the logits
+    for (int j = lane; j < p.top_k; j += 32) {
+      p.ids[token * p.ids_stride + j] = -1;
+      p.weights[token * p.weights_stride + j] = 0.f;
+    }
+    if (p.zero_weight != nullptr && lane == 0) p.zero_weight[token * p.zero_weight_stride] = 0.f;
+    return;
   }
   float factor = 1.f;  // scores hold weights up to this factor
   if (p.scoring == RouteScoring::sigmoid) {
