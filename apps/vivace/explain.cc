@@ -7,6 +7,7 @@
 #include <string>
 
 #include "src/engine/compute.h"
+#include "src/engine/decode_bucket.h"
 #include "src/engine/model_runner.h"
 #include "vivace/sampler.h"
 
@@ -55,7 +56,10 @@ std::vector<model::OpUse> explain_decodes(model::Model& model, const std::vector
                                           const Stream& stream) {
   std::vector<model::OpUse> uses;
   for (const int64_t batch : batches) {
-    std::ranges::move(explain_step(model, model::Phase::decode, batch, batch, stream),
+    const model::ModelOptions& options = model.options();
+    const int64_t rows =
+        options.device == Device::cuda ? engine::decode_bucket(batch, options.max_requests) : batch;
+    std::ranges::move(explain_step(model, model::Phase::decode, rows, rows, stream),
                       std::back_inserter(uses));
   }
   return uses;

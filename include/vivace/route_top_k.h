@@ -21,6 +21,7 @@ struct RouteTopKArgs {
   Tensor expert_ids;
   Tensor expert_weights;
   Tensor zero_weight;  ///< present exactly when zero_experts > 0
+  Tensor live_tokens;  ///< optional i32 [1]: the tokens from this number on are padding and choose nobody
   RouteScoring scoring = RouteScoring::softmax;
   bool renormalise = true;   ///< divide the chosen weights by (their sum + 1e-20)
   double scale = 1;          ///< factor on the weights, after renormalisation
@@ -44,10 +45,12 @@ struct RouteTopKArgs {
 ///          softmax and zero under sigmoid.
 /// Zero     a chosen identity expert is written as id -1 with weight 0, and zero_weight gets the sum of these
 ///          weights: the layer adds zero_weight · x.
+/// Padding  a token from live_tokens on has the id -1 and the weight 0 in all places, and zero_weight 0; its logits do not
+///          matter. So a graph captured for many tokens serves fewer, and no expert is read for the rest.
 ///
 /// Shapes   scores [tokens, experts]; correction_bias [experts]; expert_ids, expert_weights [tokens, top_k];
-///          zero_weight [tokens]. Rows may be strided.
-/// Types    expert_ids i32; all others f32.
+///          zero_weight [tokens]; live_tokens [1]. Rows may be strided.
+/// Types    expert_ids and live_tokens i32; all others f32.
 /// Cost     route_top_k_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a row does not depend on the rows beside it.

@@ -208,7 +208,9 @@ Status Event::synchronize() {
 }
 
 bool Event::done() const {
-  return cudaEventQuery(event_of(event_)) == cudaSuccess;
+  if (cudaEventQuery(event_of(event_)) == cudaSuccess) return true;
+  cudaGetLastError();  // consumes "not ready"
+  return false;
 }
 
 Result<double> Event::since(const Event& begin) const {

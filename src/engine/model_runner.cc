@@ -15,6 +15,7 @@
 #include "src/cpu/machine.h"
 #include "src/engine/check_options.h"
 #include "src/engine/compute.h"
+#include "src/engine/decode_bucket.h"
 #include "src/engine/sample_batch.h"
 #include "src/model/memory.h"
 #include "vivace/sampler.h"
@@ -53,6 +54,15 @@ std::vector<Calls> calls_between(const std::vector<RowCount>& before, const std:
   return calls;
 }
 
+/// Whether each request has one token and gets one, in order.
+bool decodes_alone(const StepInput& input) {
+  if (input.samples.empty() || input.decode_requests != input.requests()) return false;
+  if (std::ssize(input.samples) != input.requests()) return false;
+  for (int64_t i = 0; i < input.requests(); ++i)
+    if (input.samples[i].row != i) return false;
+  return true;
+}
+
 class DecoderRunner final : public ModelRunner {
  public:
   DecoderRunner(std::shared_ptr<const model::Checkpoint> checkpoint, std::unique_ptr<Compute> compute)
@@ -79,13 +89,14 @@ class DecoderRunner final : public ModelRunner {
     observed_ = observer != nullptr;
     model_->observe_routes(std::move(observer));
   }
+  void pad_decodes() override { pads_ = true; }
 
  private:
   bool on_gpu() const { return compute_->device().device == Device::cuda; }
   Result<int64_t> available_bytes() const;
   void log_fallbacks(const std::function<void(const std::string&)>& log);
   void drop_graphs(const SampleBatch::Shape& key);
-  Status run_staged(bool decodes_alone, const Tensor& logits, const Stream& stream);
+  Status run_staged(bool in_bucket, const Tensor& logits, const Stream& stream);
   Status compute_and_sample(const Tensor& logits, const Stream& stream);
 
   std::shared_ptr<const model::Checkpoint> checkpoint_;
@@ -93,10 +104,10 @@ class DecoderRunner final : public ModelRunner {
   Dispatch dispatch_;
   std::unique_ptr<model::Model> model_;
   int64_t pages_ = 0;
-  bool observed_ = false;
+  bool observed_ = false, pads_ = false;
   model::Memory logits_, sampler_scratch_;  // [max_requests, vocab] f32; u8
   std::unique_ptr<SampleBatch> samples_;
-  std::map<SampleBatch::Shape, Replay> replays_;  // of decode steps on a GPU
+  std::map<SampleBatch::Shape, Replay> replays_;  // of decode steps in buckets
   int64_t uses_ = 0;
   std::set<SampleBatch::Shape> seen_;       // shapes of decode steps that came before
   std::set<SampleBatch::Shape> ungraphed_;  // those whose capture failed
@@ -118,6 +129,7 @@ Status DecoderRunner::prepare(const EngineOptions& options, int64_t pages) {
   model_options.ordinal = compute_->device().ordinal;
   VIVACE_TRY_ASSIGN(model_, model::Model::load(*checkpoint_, model_options));
   pages_ = pages;
+  pads_ = on_gpu();
   VIVACE_TRY_ASSIGN(const int64_t available, available_bytes());
   if (pages > 0 && available > 0 && pages > available / model_->page_bytes()) {
     return error(Code::out_of_memory, "{} KV pages of {} bytes are asked for, {} bytes are available", pages,
@@ -175,10 +187,10 @@ void DecoderRunner::drop_graphs(const SampleBatch::Shape& key) {
       replays_, {}, [](const auto& entry) { return entry.second.last_use; }));
 }
 
-/// Runs the staged step. Steps of decodes alone on a GPU are replays of a graph that was captured when their shape came
-/// for the second time: in the first, libraries may allocate or choose an algorithm, which no capture allows.
-Status DecoderRunner::run_staged(bool decodes_alone, const Tensor& logits, const Stream& stream) {
-  if (!on_gpu() || !decodes_alone || observed_) return compute_and_sample(logits, stream);
+/// Runs the staged step. Steps in a bucket on a GPU are replays of a graph that was captured when their shape came for the
+/// second time: in the first, libraries may allocate or choose an algorithm, which no capture allows.
+Status DecoderRunner::run_staged(bool in_bucket, const Tensor& logits, const Stream& stream) {
+  if (!on_gpu() || !in_bucket || observed_) return compute_and_sample(logits, stream);
   const SampleBatch::Shape key = samples_->shape();
   if (ungraphed_.contains(key) || seen_.insert(key).second) return compute_and_sample(logits, stream);
   drop_graphs(key);
@@ -189,7 +201,8 @@ Status DecoderRunner::run_staged(bool decodes_alone, const Tensor& logits, const
     Result<std::unique_ptr<device::Graph>> graph =
         device::Graph::capture(stream, [&](const Stream& s) { return compute_and_sample(logits, s); });
     if (!graph.ok()) {  // memory for one more, say: the step runs without, and so do those like it
-      log_line(fmt::format("decode steps of {} requests run without a graph: {}", key.rows, graph.status().message()));
+      log_line(fmt::format("decode steps of up to {} requests run without a graph: {}", key.rows,
+                           graph.status().message()));
       replays_.erase(key);
       ungraphed_.insert(key);
       return compute_and_sample(logits, stream);
@@ -210,7 +223,10 @@ Status DecoderRunner::enqueue(const StepInput& input) {
   }
   logit_rows_.clear();
   for (const SampleSlot& slot : input.samples) logit_rows_.push_back(slot.row);
-  const Tensor logits = logits_.tensor(DType::f32, {rows, vocab()});
+  const int64_t bucket =
+      pads_ && decodes_alone(input) ? decode_bucket(rows, model_->options().max_requests) : 0;
+  const int64_t padded = std::max(rows, bucket);
+  const Tensor logits = logits_.tensor(DType::f32, {padded, vocab()});
   const Stream stream = this->stream();
   VIVACE_TRY(model_->stage({.token_ids = input.token_ids,
                             .positions = input.positions,
@@ -221,12 +237,11 @@ Status DecoderRunner::enqueue(const StepInput& input) {
                             .max_pages = input.max_pages,
                             .decode_requests = input.decode_requests,
                             .logit_rows = logit_rows_,
-                            .previous_ids = on_gpu() ? samples_->last_ids() : Tensor()},
+                            .previous_ids = on_gpu() ? samples_->last_ids() : Tensor(),
+                            .bucket = bucket},
                            logits, stream));
-  VIVACE_TRY(samples_->stage(input.samples, stream));
-  const bool decodes_alone =
-      rows > 0 && input.decode_requests == input.requests() && rows == input.requests();
-  VIVACE_TRY(run_staged(decodes_alone, logits, stream));
+  VIVACE_TRY(samples_->stage(input.samples, padded, stream));
+  VIVACE_TRY(run_staged(bucket > 0, logits, stream));
   return samples_->fetch(stream);
 }
 

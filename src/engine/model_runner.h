@@ -42,6 +42,8 @@ class ModelRunner : public Runner {
   virtual Stream stream() = 0;
   /// Sees the chosen experts of each MoE layer while a step is enqueued, which waits for them; null turns it off.
   virtual void observe_routes(model::Model::RouteObserver observer) = 0;
+  /// Decode steps run in the rows of their bucket on a CPU too, which has no graphs and gains nothing by it: for tests.
+  virtual void pad_decodes() = 0;
 };
 
 /// A runner of this model on the device that the options name: binds or places its weights, makes threads or a stream, KV

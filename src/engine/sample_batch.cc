@@ -138,23 +138,23 @@ Status SampleBatch::fill_state(int64_t state, const SampleSlot& slot, const Stre
     fill_state(reinterpret_cast<uint32_t*>(bits), reinterpret_cast<int32_t*>(counts), slot);
     return {};
   }
-  StateRow& row = state_rows_[next_state_row_++ % state_rows_.size()];
-  if (row.copied == nullptr) {
-    VIVACE_TRY_ASSIGN(row.memory, device::Buffer::pinned(stream.ordinal, bits_bytes + counts_bytes));
-    VIVACE_TRY_ASSIGN(row.copied, device::Event::create(stream.ordinal));
+  auto row = std::ranges::find_if(state_rows_, [](const StateRow& r) { return r.copied->done(); });
+  if (row == state_rows_.end()) {  // to wait would be to wait for the step in flight
+    StateRow fresh;
+    VIVACE_TRY_ASSIGN(fresh.memory, device::Buffer::pinned(stream.ordinal, bits_bytes + counts_bytes));
+    VIVACE_TRY_ASSIGN(fresh.copied, device::Event::create(stream.ordinal));
+    row = state_rows_.insert(row, std::move(fresh));
   }
-  VIVACE_TRY(row.copied->synchronize());
-  auto* bits_here = static_cast<uint8_t*>(row.memory.data());
+  auto* bits_here = static_cast<uint8_t*>(row->memory.data());
   uint8_t* counts_here = bits_here + bits_bytes;
   fill_state(reinterpret_cast<uint32_t*>(bits_here), reinterpret_cast<int32_t*>(counts_here), slot);
   VIVACE_TRY(device::copy_to_device(bits, bits_here, bits_bytes, stream));
   VIVACE_TRY(device::copy_to_device(counts, counts_here, counts_bytes, stream));
-  return row.copied->record(stream);
+  return row->copied->record(stream);
 }
 
-/// Gives each row with penalties the state of its request.
+/// Gives each row with penalties the state of its request; the others have -1.
 Status SampleBatch::find_states(std::span<const SampleSlot> samples, int32_t* states, const Stream& stream) {
-  std::fill(states, states + samples.size(), -1);
   for (StateOwner& owner : owners_) owner.in_step = false;
   for (size_t i = 0; i < samples.size(); ++i) {
     if (!has_penalties(*samples[i].params)) continue;
@@ -176,9 +176,12 @@ Status SampleBatch::find_states(std::span<const SampleSlot> samples, int32_t* st
   return {};
 }
 
-Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& stream) {
-  const auto rows = static_cast<int64_t>(samples.size());
-  if (rows > max_rows_) return invalid_argument("step: {} samples, needs at most {}", rows, max_rows_);
+Status SampleBatch::stage(std::span<const SampleSlot> samples, int64_t rows, const Stream& stream) {
+  const int64_t drawn = std::ssize(samples);
+  if (rows < drawn || rows > max_rows_) {
+    return invalid_argument("step: {} samples in {} rows, needs at least as many rows and at most {}", drawn,
+                            rows, max_rows_);
+  }
   int64_t biases = 0;
   for (const SampleSlot& slot : samples) biases += std::ssize(slot.params->logit_bias) + std::ssize(slot.banned_ids);
   VIVACE_TRY(reserve(biases, stream));
@@ -193,8 +196,16 @@ Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& str
   int32_t bias = 0;
   bias_count_ = biases;
   here.bias_start.as<int32_t>()[0] = 0;
+  const SamplingParams greedy{.temperature = 0};
+  const SampleSlot padding{.row = -1,
+                           .params = &greedy,
+                           .seed = 0,
+                           .position = 0,
+                           .prompt_ids = {},
+                           .output_ids = {},
+                           .banned_ids = {}};
   for (int64_t i = 0; i < rows; ++i) {
-    const SampleSlot& slot = samples[i];
+    const SampleSlot& slot = i < drawn ? samples[i] : padding;
     const SamplingParams& params = *slot.params;
     shape_.penalties = shape_.penalties || has_penalties(params);
     shape_.logprobs = std::max<int64_t>(shape_.logprobs, params.logprobs);
@@ -206,6 +217,7 @@ Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& str
     here.repetition.as<float>()[i] = positive(params.repetition_penalty);
     here.presence.as<float>()[i] = static_cast<float>(params.presence_penalty);
     here.frequency.as<float>()[i] = static_cast<float>(params.frequency_penalty);
+    here.state.as<int32_t>()[i] = -1;
     here.seed.as<int64_t>()[i] = static_cast<int64_t>(slot.seed);
     here.position.as<int64_t>()[i] = slot.position;
     const auto add = [&](int32_t id, float value) {
@@ -221,7 +233,7 @@ Status SampleBatch::stage(std::span<const SampleSlot> samples, const Stream& str
     constexpr int64_t kCommon = 5;
     shape_.logprobs = shape_.logprobs <= kCommon ? kCommon : kMaxLogprobs;
   }
-  turn.rows = rows;
+  turn.rows = drawn;
   turn.logprobs = shape_.logprobs;
   if (stream.device == Device::cpu) return {};
   const auto* begin = static_cast<const uint8_t*>(here.temperature.data);

@@ -26,8 +26,9 @@ class SampleBatch {
 
   /// Brings the parameters of these rows to their places. A request with penalties that starts, or comes back
   /// after it lost its state to another, gets a state filled from its tokens. From then on the sampler itself
-  /// counts what it draws into the state, so a request whose step failed must not come back.
-  Status stage(std::span<const SampleSlot> samples, const Stream& stream);
+  /// counts what it draws into the state, so a request whose step failed must not come back. Rows behind the samples up
+  /// to `rows` are padding: greedy, without a state, and what is drawn for them does not exist.
+  Status stage(std::span<const SampleSlot> samples, int64_t rows, const Stream& stream);
   /// Which of the call's optional parts are present. Calls of as many rows with equal shapes may share a captured graph.
   struct Shape {
     int64_t rows = 0;
@@ -100,8 +101,7 @@ class SampleBatch {
   Results results_;
   std::array<Turn, 2> turns_;
   std::vector<StateOwner> owners_;
-  std::array<StateRow, 4> state_rows_;  ///< as many states are filled without waiting
-  size_t next_state_row_ = 0;
+  std::vector<StateRow> state_rows_;  ///< as many as two steps ever filled states
 };
 
 }  // namespace vivace::engine

@@ -42,6 +42,7 @@ struct Step {
   Tensor logit_rows;             ///< i32 [rows]: the tokens whose logits are wanted
   bool all_rows = false;         ///< they are 0, 1, ..., tokens - 1
   Tensor logits;                 ///< f32 [rows, vocab]
+  Tensor live_tokens;  ///< of a step in a bucket, i32 [1]: the tokens from this number on are padding
 
   int64_t tokens() const { return token_ids.shape[0]; }
 };
@@ -302,6 +303,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                .correction_bias = weights.expert_bias,
                                .expert_ids = ids,
                                .expert_weights = expert_weights,
+                               .live_tokens = step.live_tokens,
                                .scoring = config.router_score == RouterScore::softmax ? RouteScoring::softmax
                                                                                       : RouteScoring::sigmoid,
                                .renormalise = config.router_renormalise,

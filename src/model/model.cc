@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -212,8 +211,16 @@ class Layout {
   int64_t offset_ = 0;
 };
 
-/// The arrays of a step as tensors: of the largest one, in device memory or in the pinned memory that is copied there;
-/// or of one step, in the caller's memory.
+/// Rows of a step's arrays of tokens, and of those of requests: what the input has, or its bucket.
+int64_t tokens_of(const ForwardInput& input) {
+  return std::max(std::ssize(input.token_ids), input.bucket);
+}
+int64_t requests_of(const ForwardInput& input) {
+  return std::max(std::ssize(input.kv_lengths), input.bucket);
+}
+
+/// The arrays of a step as tensors: of the largest one, in the memory that a step reads or in the pinned memory that is
+/// copied there; or of one step, in the caller's memory.
 struct StepArrays {
   Tensor token_ids, positions, slots, logit_rows;  ///< i32, i32, i64, i32 [tokens]
   Tensor query_start, kv_lengths;                  ///< i32 [requests + 1], [requests]
@@ -232,6 +239,26 @@ struct StepArrays {
     arrays.kv_lengths = layout.vector(DType::i32, requests);
     arrays.page_table = layout.matrix(DType::i32, requests, max_pages);
     return {arrays, layout.bytes()};
+  }
+  /// Writes a step into arrays of the largest one. What pads it to its bucket: a token that goes to no page, and a request
+  /// without query rows, whose pages therefore nobody reads.
+  void write(const ForwardInput& input) const {
+    const int64_t tokens = tokens_of(input), requests = requests_of(input);
+    const auto put = [](const auto& values, auto* to, int64_t count, int32_t padding) {
+      const auto* end = std::ranges::copy(values, to).out;
+      std::fill_n(to + (end - to), count - (end - to), padding);
+    };
+    put(input.token_ids, token_ids.as<int32_t>(), tokens, 0);
+    put(input.positions, positions.as<int32_t>(), tokens, 0);
+    put(input.slots, slots.as<int64_t>(), tokens, -1);
+    put(input.logit_rows, logit_rows.as<int32_t>(), std::ssize(input.logit_rows), 0);
+    put(input.query_start, query_start.as<int32_t>(), requests + 1, input.query_start.back());
+    put(input.kv_lengths, kv_lengths.as<int32_t>(), requests, 0);
+    for (int64_t i = 0; i < std::ssize(input.kv_lengths); ++i) {
+      std::ranges::copy(input.page_table.subspan(static_cast<size_t>(i * input.max_pages),
+                                                 static_cast<size_t>(input.max_pages)),
+                        page_table.at(i).as<int32_t>());
+    }
   }
   /// Requests [begin, begin + count); absent when there are none.
   RequestGroup group(int64_t begin, int64_t count) const {
@@ -287,6 +314,10 @@ class Decoder final : public Model {
   std::pair<Activations, int64_t> lay_out(uint8_t* memory, const ScratchBytes& scratch) const;
   Status check(const ForwardInput& input, const Tensor& logits) const;
   Status check_contents(const ForwardInput& input) const;
+  std::pair<StepArrays, int64_t> lay_out_step(uint8_t* memory, Device device) const {
+    return StepArrays::lay_out(memory, device, options_.max_tokens, options_.max_requests, max_pages());
+  }
+  Status reserve_step(const Stream& stream);
   Status allocate_staging(const Stream& stream);
   Status copy_to_device(const ForwardInput& input, const Stream& stream);
   Step shape_of_step(int64_t tokens, int64_t decodes, int64_t chunks) const;
@@ -297,11 +328,13 @@ class Decoder final : public Model {
   RopeTable rope_;
   Memory pool_, scratch_, cos_sin_;
   int64_t pages_ = 0;
-  Step step_;  ///< the staged one
-  std::vector<int32_t> logit_rows_;
+  Step step_;                        ///< the staged one
+  std::vector<int32_t> logit_rows_;  ///< on a CPU, of a step in no bucket
 
-  // On a GPU, where a step's arrays are copied from and to. Two of the former: one may still be read while the next is
-  // written.
+  // Where a GPU reads a step's arrays, and a CPU those of a step in a bucket.
+  Memory step_memory_;
+  StepArrays step_arrays_;
+  // Where they are copied to a GPU from: two, as one may still be read while the next is written.
   struct Staging {
     device::Buffer memory;
     StepArrays arrays;
@@ -309,8 +342,6 @@ class Decoder final : public Model {
   };
   Staging staging_[2];
   int next_staging_ = 0;
-  Memory step_memory_;
-  StepArrays on_device_;
   RouteObserver observer_;
   CallObserver calls_;
 };
@@ -449,19 +480,21 @@ WeightBytes Decoder::weight_bytes() const {
   return bytes;
 }
 
+Status Decoder::reserve_step(const Stream& stream) {
+  VIVACE_TRY_ASSIGN(step_memory_, Memory::reserve(lay_out_step(nullptr, options_.device).second,
+                                                  "a step's arrays", stream));
+  step_arrays_ = lay_out_step(step_memory_.data(), options_.device).first;
+  return {};
+}
+
 /// The places of a step's arrays, and the RoPE table.
 Status Decoder::allocate_staging(const Stream& stream) {
-  const auto lay_out_over = [&](uint8_t* memory, Device device) {
-    return StepArrays::lay_out(memory, device, options_.max_tokens, options_.max_requests, max_pages());
-  };
-  const int64_t bytes = lay_out_over(nullptr, Device::cpu).second;
-  VIVACE_TRY_ASSIGN(step_memory_, Memory::reserve(bytes, "a step's arrays", stream));
-  on_device_ = lay_out_over(step_memory_.data(), options_.device).first;
+  VIVACE_TRY(reserve_step(stream));
   for (Staging& staging : staging_) {
-    VIVACE_TRY_ASSIGN(staging.memory, device::Buffer::pinned(stream.ordinal, bytes));
+    VIVACE_TRY_ASSIGN(staging.memory, device::Buffer::pinned(stream.ordinal, step_memory_.bytes()));
     VIVACE_TRY_ASSIGN(staging.copied, device::Event::create(stream.ordinal));
     VIVACE_TRY(staging.copied->record(stream));
-    staging.arrays = lay_out_over(static_cast<uint8_t*>(staging.memory.data()), Device::cpu).first;
+    staging.arrays = lay_out_step(static_cast<uint8_t*>(staging.memory.data()), Device::cpu).first;
   }
   if (cos_sin_.bytes() > 0) return {};
   rope_.fill(max_model_len());
@@ -502,9 +535,18 @@ Status Decoder::check(const ForwardInput& input, const Tensor& logits) const {
   }
   VIVACE_TRY(bounded("logit rows", rows, 0, tokens));
   for (const int64_t row : input.logit_rows) VIVACE_TRY(bounded("logit row", row, 0, tokens - 1));
-  if (rows > 0 && (logits.rank != 2 || logits.dtype != DType::f32 || logits.shape[0] != rows ||
-                   logits.shape[1] != graph_.config.vocab)) {
-    return invalid_argument("forward: logits is {}, needs f32[{}, {}]", to_string(logits), rows,
+  if (input.bucket != 0) {
+    VIVACE_TRY(bounded("bucket", input.bucket, 1, std::min(options_.max_tokens, options_.max_requests)));
+    VIVACE_TRY(bounded("tokens of a step in a bucket", tokens, 1, input.bucket));
+    VIVACE_TRY(bounded("decode_requests of a step in a bucket", input.decode_requests, requests, requests));
+    VIVACE_TRY(bounded("logit rows of a step in a bucket", rows, tokens, tokens));
+    for (int64_t i = 0; i < rows; ++i)
+      VIVACE_TRY(bounded("logit row of a step in a bucket", input.logit_rows[i], i, i));
+  }
+  const int64_t logit_rows = std::max(rows, input.bucket);
+  if (logit_rows > 0 && (logits.rank != 2 || logits.dtype != DType::f32 || logits.shape[0] != logit_rows ||
+                         logits.shape[1] != graph_.config.vocab)) {
+    return invalid_argument("forward: logits is {}, needs f32[{}, {}]", to_string(logits), logit_rows,
                             graph_.config.vocab);
   }
   return {};
@@ -546,55 +588,59 @@ Status Decoder::check_contents(const ForwardInput& input) const {
 Status Decoder::copy_to_device(const ForwardInput& input, const Stream& stream) {
   Staging& staging = staging_[next_staging_ ^= 1];
   VIVACE_TRY(staging.copied->synchronize());
-  const auto send = [&](const auto& values, const Tensor& host, const Tensor& there) {
-    const auto bytes = static_cast<int64_t>(values.size()) * info_of(host.dtype).block_bytes;
-    if (bytes == 0) return Status();
-    std::memcpy(host.data, values.data(), static_cast<size_t>(bytes));
-    return device::copy_to_device(there.data, host.data, bytes, stream);
+  const StepArrays& here = staging.arrays;
+  here.write(input);
+  const auto send = [&](const Tensor& from, const Tensor& to, int64_t count) {
+    return count == 0 ? Status()
+                      : device::copy_to_device(to.data, from.data, from.rows(0, count).bytes(), stream);
   };
-  VIVACE_TRY(send(input.token_ids, staging.arrays.token_ids, on_device_.token_ids));
-  VIVACE_TRY(send(input.positions, staging.arrays.positions, on_device_.positions));
-  VIVACE_TRY(send(input.slots, staging.arrays.slots, on_device_.slots));
-  VIVACE_TRY(send(logit_rows_, staging.arrays.logit_rows, on_device_.logit_rows));
-  VIVACE_TRY(send(input.query_start, staging.arrays.query_start, on_device_.query_start));
-  VIVACE_TRY(send(input.kv_lengths, staging.arrays.kv_lengths, on_device_.kv_lengths));
-  const int64_t width = 4 * input.max_pages;
-  const Tensor& table = staging.arrays.page_table;
-  if (width > 0) std::memcpy(table.data, input.page_table.data(), input.page_table.size() * 4);
-  VIVACE_TRY(device::copy_rows_to_device(on_device_.page_table.data, 4 * max_pages(), table.data, width, width,
-                                         std::ssize(input.kv_lengths), stream));
+  const int64_t tokens = tokens_of(input), requests = requests_of(input);
+  VIVACE_TRY(send(here.token_ids, step_arrays_.token_ids, tokens));
+  VIVACE_TRY(send(here.positions, step_arrays_.positions, tokens));
+  VIVACE_TRY(send(here.slots, step_arrays_.slots, tokens));
+  VIVACE_TRY(send(here.logit_rows, step_arrays_.logit_rows, std::ssize(input.logit_rows)));
+  VIVACE_TRY(send(here.query_start, step_arrays_.query_start, requests + 1));
+  VIVACE_TRY(send(here.kv_lengths, step_arrays_.kv_lengths, requests));
+  const int64_t stride = 4 * max_pages();
+  VIVACE_TRY(device::copy_rows_to_device(step_arrays_.page_table.data, stride, here.page_table.data, stride,
+                                         4 * input.max_pages, std::ssize(input.kv_lengths), stream));
   return staging.copied->record(stream);
 }
 
 Status Decoder::stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) {
   VIVACE_TRY(check(input, logits));
   VIVACE_TRY(check_contents(input));
-  const auto tokens = static_cast<int64_t>(input.token_ids.size());
-  const auto requests = static_cast<int64_t>(input.kv_lengths.size());
-  const auto rows = static_cast<int64_t>(input.logit_rows.size());
+  const int64_t tokens = tokens_of(input), requests = requests_of(input);
+  const int64_t rows = std::max(std::ssize(input.logit_rows), input.bucket);
   step_ = {};
-  logit_rows_.assign(input.logit_rows.begin(), input.logit_rows.end());
   StepArrays arrays;
   if (on_cpu()) {
     if (cpu::threads_of(stream.threads) > graph_.schedule.workers) {
       return invalid_argument("forward: the stream has {} threads, scratch was made for {}",
                               cpu::threads_of(stream.threads), graph_.schedule.workers);
     }
-    arrays = {.token_ids = view_of(input.token_ids, DType::i32),
-              .positions = view_of(input.positions, DType::i32),
-              .slots = view_of(input.slots, DType::i64),
-              .logit_rows = view_of(std::span<const int32_t>(logit_rows_), DType::i32),
-              .query_start = view_of(input.query_start, DType::i32),
-              .kv_lengths = view_of(input.kv_lengths, DType::i32),
-              .page_table = Tensor(const_cast<int32_t*>(input.page_table.data()), DType::i32,
-                                   {requests, input.max_pages})};
+    if (input.bucket > 0) {
+      if (step_memory_.bytes() == 0) VIVACE_TRY(reserve_step(stream));
+      step_arrays_.write(input);
+      arrays = step_arrays_;
+    } else {
+      logit_rows_.assign(input.logit_rows.begin(), input.logit_rows.end());
+      arrays = {.token_ids = view_of(input.token_ids, DType::i32),
+                .positions = view_of(input.positions, DType::i32),
+                .slots = view_of(input.slots, DType::i64),
+                .logit_rows = view_of(std::span<const int32_t>(logit_rows_), DType::i32),
+                .query_start = view_of(input.query_start, DType::i32),
+                .kv_lengths = view_of(input.kv_lengths, DType::i32),
+                .page_table = Tensor(const_cast<int32_t*>(input.page_table.data()), DType::i32,
+                                     {requests, input.max_pages})};
+    }
     if (tokens > 0) {
       const int32_t last = *std::max_element(input.positions.begin(), input.positions.end());
       rope_.fill(std::min<int64_t>(int64_t{last} + 1, max_model_len()));
     }
   } else {
     VIVACE_TRY(copy_to_device(input, stream));
-    arrays = on_device_;
+    arrays = step_arrays_;
     if (std::ranges::any_of(input.token_ids, [](int32_t id) { return id < 0; })) {
       VIVACE_TRY(device::resolve_ids(arrays.token_ids.rows(0, tokens), input.previous_ids, stream));
     }
@@ -602,15 +648,19 @@ Status Decoder::stage(const ForwardInput& input, const Tensor& logits, const Str
   step_.token_ids = arrays.token_ids.rows(0, tokens);
   step_.positions = arrays.positions.rows(0, tokens);
   step_.slots = arrays.slots.rows(0, tokens);
-  step_.decodes = arrays.group(0, input.decode_requests);
-  step_.chunks = arrays.group(input.decode_requests, requests - input.decode_requests);
-  for (int64_t i = input.decode_requests; i < requests; ++i) {
+  const int64_t decodes = input.bucket > 0 ? requests : input.decode_requests;
+  step_.decodes = arrays.group(0, decodes);
+  step_.chunks = arrays.group(decodes, requests - decodes);
+  if (input.bucket > 0)
+    step_.live_tokens = arrays.query_start.rows(requests, 1);  // the end of the last with rows
+  for (int64_t i = decodes; i < requests; ++i) {
     step_.max_chunk_tokens =
         std::max<int64_t>(step_.max_chunk_tokens, input.query_start[i + 1] - input.query_start[i]);
   }
   step_.logit_rows = arrays.logit_rows.rows(0, rows);
   step_.all_rows = rows == tokens;
-  for (int64_t i = 0; step_.all_rows && i < tokens; ++i) step_.all_rows = input.logit_rows[i] == i;
+  for (int64_t i = 0; step_.all_rows && i < std::ssize(input.logit_rows); ++i)
+    step_.all_rows = input.logit_rows[i] == i;
   step_.logits = logits;
   return {};
 }

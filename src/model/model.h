@@ -36,6 +36,11 @@ struct ModelOptions {
 
 /// The tokens of one step; fields as in engine::StepInput. `logit_rows` are the tokens whose logits are
 /// wanted, in any order.
+///
+/// A step of decodes alone, with the logits of every token in order, may run in the shape of a larger one, its bucket: as
+/// many rows in every call, so that one captured graph serves all steps of the bucket. Rows behind the tokens are
+/// padding. They attend nothing, write no page and choose no expert, and no bit of another row depends on them; their logits
+/// mean nothing.
 struct ForwardInput {
   std::span<const int32_t> token_ids, positions;
   std::span<const int64_t> slots;
@@ -45,6 +50,7 @@ struct ForwardInput {
   std::span<const int64_t> logit_rows;
   Tensor
       previous_ids;  ///< on a GPU, optional, i32 [rows]: a token id of -1 - i stands for its row i when the step runs
+  int64_t bucket = 0;  ///< 0: none; else rows of the step and of its logits, at least as many as tokens
 };
 
 /// What a step serves: requests with one token each, or a chunk of one request's prompt.
@@ -88,8 +94,8 @@ class Model {
   /// Fills all pages with random keys and values of deviation 1, for speed runs; asynchronous on a GPU.
   virtual Status fill_pages(uint64_t seed, const Stream& stream) = 0;
   virtual WeightBytes weight_bytes() const = 0;
-  /// Runs one step: keys and values into their slots, logits [logit_rows, vocab] f32 to `logits`. Allocates nothing.
-  /// It is stage() and enqueue().
+  /// Runs one step: keys and values into their slots, logits [logit_rows or bucket, vocab] f32 to `logits`. Allocates
+  /// nothing, but for the first step in a bucket on a CPU. It is stage() and enqueue().
   /// Fails  invalid_argument: sizes disagree with each other, with the options or with the pool, or a token id,
   /// position, slot, length or page is out of range; the message names the entry and its value.
   virtual Status forward(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
@@ -101,7 +107,8 @@ class Model {
   /// The operator calls of one step, layer by layer, and which row each would take: `tokens` requests that
   /// decode, or one prompt chunk of `tokens` tokens, the last of which has its logits computed.
   virtual std::vector<OpUse> explain(Phase phase, int64_t tokens, const Stream& stream) = 0;
-  /// Sees the chosen experts of each MoE layer (tests compare them with references); null turns it off.
+  /// Sees the chosen experts of each MoE layer (tests compare them with references), -1 in rows of padding; null turns it
+  /// off.
   using RouteObserver = std::function<void(int64_t layer, const Tensor& expert_ids)>;
   virtual void observe_routes(RouteObserver observer) = 0;
   /// Sees calls after they ran, with what they were given: how calibration measures activations. An error ends the

@@ -33,6 +33,23 @@ TEST(ModelEngine, TrafficUnderPreemption) {
   }
 }
 
+// What runs in graphs on a GPU, without them.
+TEST(ModelEngine, TrafficInPaddedSteps) {
+  const Load load{.requests = 40, .longest_prompt = 300, .longest_output = 80, .cancel_every = 10};
+  for (const std::string& path : {kQwen, kHy3}) {
+    SCOPED_TRACE(path);
+    const ModelTraffic traffic(path, load, "cpu", Steps::padded);
+    EXPECT_EQ(traffic.run(1).plans, ModelTraffic(path, load, "cpu").run(1).plans);
+  }
+}
+
+TEST(ModelEngine, PaddedBatchesAnswerAsSingleRequests) {
+  for (const std::string& path : {kQwen, kHy3}) {
+    SCOPED_TRACE(path);
+    expect_padded_batches_answer_as_single_requests(path, "cpu");
+  }
+}
+
 TEST(ModelEngine, largeTraffic) {
   VIVACE_LARGE_TEST("10^4 requests take about an hour");
   const Load load{.requests = 5000, .longest_output = 80, .cancel_every = 16};

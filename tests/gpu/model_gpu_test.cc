@@ -5,6 +5,7 @@
 
 #include "src/model/score.h"
 #include "tests/large.h"
+#include "tests/model/padded_steps.h"
 #include "tests/model/quantised_copies.h"
 #include "tests/ops/op_test.h"
 
@@ -75,6 +76,15 @@ TEST_F(GpuModel, SmolLm2FollowsItsReferences) {
   const std::string path = std::string(VIVACE_SOURCE_DIR) + "/build/models/SmolLM2-135M-Instruct.Q4_1.gguf";
   if (!std::filesystem::exists(path)) GTEST_SKIP() << "no " << path << ": `./run demo` or `./run test` fetches it";
   expect_bf16_rule(path, std::string(VIVACE_TEST_DATA) + "/smollm2/references.json", 512);
+}
+
+TEST_F(GpuModel, PaddingOfDecodeStepsChangesNothing) {
+  for (const std::string& path : {kQwen, kHy3}) {
+    for (const DType kv_dtype : {DType::bf16, DType::fp8_e4m3}) {
+      SCOPED_TRACE(path + ", " + std::string(name_of(kv_dtype)));
+      expect_padding_changes_nothing(path, {.kv_dtype = kv_dtype, .deterministic = true});
+    }
+  }
 }
 
 /// Perplexity of the first `windows` windows on the current device.

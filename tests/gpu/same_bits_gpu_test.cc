@@ -64,6 +64,9 @@ void vary(DecodeScheduleProblem& p) {
   int32_t* lengths = p.kv_lengths.as<int32_t>();
   for (int64_t b = 0; b < p.kv_lengths.tensor().shape[0]; ++b) lengths[b] -= lengths[b] / 3;
 }
+void vary(RouteTopKProblem& p) {
+  if (p.args.live_tokens.present()) p.live_tokens.as<int32_t>()[0] += 2;
+}
 
 template <class Problem>
 struct Recorded {

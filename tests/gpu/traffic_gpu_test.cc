@@ -36,6 +36,13 @@ TEST(EngineOnGpu, AnswersDoNotDependOnCompanyUnderPreemption) {
   }
 }
 
+TEST(EngineOnGpu, BatchesInBucketsAnswerAsSingleRequests) {
+  for (const std::string& path : {kQwen, kHy3}) {
+    SCOPED_TRACE(path);
+    expect_padded_batches_answer_as_single_requests(path, kDevice);
+  }
+}
+
 TEST(EngineOnGpu, CallsOfReplayedGraphsAreCounted) {
   const auto engine = Engine::create({.model = kHy3, .device = kDevice, .max_model_len = 128});
   ASSERT_TRUE(engine.ok()) << engine.status().message();

@@ -75,20 +75,22 @@ class StepBuilder {
             .decode_requests = decodes_,
             .logit_rows = rows_};
   }
-  /// The logits of all rows that were asked for, in order.
-  std::vector<std::vector<float>> run(const Stream& stream) {
-    const int64_t vocab = model_.config().vocab;
-    std::vector<float> flat(rows_.size() * vocab, NAN);
-    Tensor logits(flat.data(), DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
+  /// The logits of all rows that were asked for, in order; with a bucket, in a step of so many rows.
+  std::vector<std::vector<float>> run(const Stream& stream, int64_t bucket = 0) {
+    const int64_t vocab = model_.config().vocab, rows = std::max(std::ssize(rows_), bucket);
+    std::vector<float> flat(static_cast<size_t>(rows * vocab), NAN);
+    Tensor logits(flat.data(), DType::f32, {rows, vocab});
     model::Memory on_device;
     if (stream.device == Device::cuda) {
       Result<model::Memory> reserved = model::Memory::reserve(logits.bytes(), "logits", stream);
       EXPECT_TRUE(reserved.ok()) << reserved.status().message();
       if (!reserved.ok()) return {};
       on_device = std::move(*reserved);
-      logits = on_device.tensor(DType::f32, {static_cast<int64_t>(rows_.size()), vocab});
+      logits = on_device.tensor(DType::f32, {rows, vocab});
     }
-    Status status = model_.forward(input(), logits, stream);
+    model::ForwardInput step = input();
+    step.bucket = bucket;
+    Status status = model_.forward(step, logits, stream);
     if (status.ok() && stream.device == Device::cuda) {
       status = device::copy_to_host(flat.data(), logits.data, logits.bytes(), stream);
       if (status.ok()) status = device::synchronize(stream);

@@ -6,7 +6,7 @@
 #include <map>
 
 #include "src/core/number.h"
-#include "tests/model/altered_checkpoint.h"
+#include "tests/model/padded_steps.h"
 
 namespace vivace::testing {
 namespace {
@@ -104,6 +104,41 @@ TEST(Determinism, PrefillInChunksRepeatsInTheDefaultModeToo) {
   const auto ids = random_ids(300, 512);
   Conversation whole = loaded.conversation(0), parts = loaded.conversation(1);
   EXPECT_EQ(loaded.feed(whole, ids, 512), loaded.feed(parts, ids, 37));
+}
+
+TEST(Determinism, PaddingOfDecodeStepsChangesNothing) {
+  for (const std::string& path : {kQwen, kHy3}) {
+    for (const bool deterministic : {false, true}) {
+      for (const DType kv_dtype : {DType::f32, DType::fp8_e4m3}) {
+        SCOPED_TRACE(path + (deterministic ? ", deterministic, " : ", ") + std::string(name_of(kv_dtype)));
+        expect_padding_changes_nothing(path, {.kv_dtype = kv_dtype, .deterministic = deterministic});
+      }
+    }
+  }
+}
+
+TEST(Rows, StepsThatFitNoBucketAreRefused) {
+  LoadedModel loaded(open_checkpoint(kQwen), {.max_tokens = 16, .max_requests = 8}, 64);
+  ASSERT_TRUE(loaded.ok());
+  Conversation decoding = loaded.conversation(), chunk = loaded.conversation();
+  const std::vector<int32_t> ids = {1, 2};
+  StepBuilder decode = loaded.step().add(decoding, std::span(ids).first(1), Rows::last, true);
+  StepBuilder prefill = loaded.step().add(chunk, ids, Rows::all);
+  std::vector<float> flat(static_cast<size_t>(16 * loaded.model().config().vocab));
+  const auto refused = [&](model::ForwardInput input, int64_t bucket, const char* text) {
+    input.bucket = bucket;
+    const Tensor logits(flat.data(), DType::f32, {std::abs(bucket), loaded.model().config().vocab});
+    const Status status = loaded.model().forward(input, logits, loaded.stream());
+    EXPECT_EQ(status.code(), Code::invalid_argument);
+    EXPECT_NE(status.message().find(text), std::string::npos) << status.message();
+  };
+  refused(decode.input(), 9, "bucket is 9, needs 1 to 8");
+  refused(decode.input(), -1, "bucket is -1, needs 1 to 8");
+  refused(prefill.input(), 1, "tokens of a step in a bucket is 2, needs 1 to 1");
+  refused(prefill.input(), 4, "decode_requests of a step in a bucket is 0, needs 1 to 1");
+  model::ForwardInput silent = decode.input();
+  silent.logit_rows = {};
+  refused(silent, 4, "logit rows of a step in a bucket is 0, needs 1 to 1");
 }
 
 TEST(Rows, LogitsOfAnySubsetInAnyOrder) {

@@ -39,6 +39,29 @@ TEST(RouteTopK, EveryRowAgreesWithTheReference) {
   }
 }
 
+TEST(RouteTopK, PaddingChoosesNobodyAndItsLogitsDoNotMatter) {
+  RouteTopKProblem shapes({"", 7, 64, 4, RouteScoring::softmax, true, false, 6, 1, 1, 16, 0, 3}, 1);
+  for (const Stream& stream : test_streams()) {
+    for_each_fitting_row(kRouteTopK, shapes.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      RouteTopKProblem all({"", 3, 64, 4, RouteScoring::softmax, true, false, 6, 1, 1, 16}, 1);
+      RouteTopKProblem padded({"", 7, 64, 4, RouteScoring::softmax, true, false, 6, 1, 1, 16, 0, 3}, 1);
+      std::copy_n(all.scores.as<float>(), 3 * 64, padded.scores.as<float>());
+      std::copy_n(all.bias.as<float>(), 64, padded.bias.as<float>());
+      std::fill_n(padded.scores.as<float>() + 3 * 64, 4 * 64, NAN);
+      ASSERT_OK(row.run(all.args, stream));
+      ASSERT_OK(row.run(padded.args, stream));
+      const auto first = [](const Tensor& t) { return t.rows(0, 3); };
+      EXPECT_EQ(ids_of(first(padded.args.expert_ids)), ids_of(all.args.expert_ids));
+      EXPECT_EQ(values_of(first(padded.args.expert_weights)), values_of(all.args.expert_weights));
+      EXPECT_EQ(values_of(first(padded.args.zero_weight)), values_of(all.args.zero_weight));
+      EXPECT_EQ(ids_of(padded.args.expert_ids.rows(3, 4)), std::vector<int32_t>(16, -1));
+      for (const double w : values_of(padded.args.expert_weights.rows(3, 4))) EXPECT_EQ(w, 0);
+      for (const double w : values_of(padded.args.zero_weight.rows(3, 4))) EXPECT_EQ(w, 0);
+    });
+  }
+}
+
 /// One token's choice by each row that accepts it.
 struct Choices {
   std::vector<int32_t> ids;
@@ -244,6 +267,11 @@ TEST(RouteTopK, RefusesWhatDisagrees) {
   refuses([](auto& a) { a.zero_experts = 9; }, "zero_experts is 9, needs 0 to experts = 8");
   refuses([](auto& a) { a.zero_experts = 1; }, "zero_weight is absent with zero_experts = 1");
   refuses([](auto& a) { a.scale = NAN; }, "scale is nan, needs a finite number");
+  RouteTopKProblem padded({"", 2, 8, 2, RouteScoring::softmax, false, true, 1, 1, 1, 0, 0, 1}, 1);
+  refuses([&](auto& a) { a.live_tokens = padded.args.live_tokens, a.live_tokens.shape[0] = 2; },
+          "live_tokens.shape[0] is 2, needs 1");
+  refuses([&](auto& a) { a.live_tokens = padded.args.live_tokens, a.live_tokens.dtype = DType::f32; },
+          "needs live_tokens of type i32, got f32");
   refuses([](auto& a) { a.scores.dtype = DType::bf16; }, "needs scores of type f32, got bf16");
   EXPECT_FAILS(route_top_k(p.args, Stream{.device = Device::cuda}), Code::invalid_argument,
                "scores is on cpu, needs cuda");

@@ -14,7 +14,8 @@ struct RouteTopKCase {
   bool bias = false, renormalise = true;
   double scale = 1;
   int64_t groups = 1, top_groups = 1, zero_experts = 0;
-  int64_t row_stride = 0;  ///< of scores; 0: contiguous
+  int64_t row_stride = 0;    ///< of scores; 0: contiguous
+  int64_t live_tokens = -1;  ///< -1: not given
 };
 
 inline constexpr RouteTopKCase kRouteTopKTestCases[] = {
@@ -35,6 +36,10 @@ inline constexpr RouteTopKCase kRouteTopKTestCases[] = {
     {"only zero experts", 3, 16, 4, RouteScoring::softmax, false, true, 1, 1, 1, 16},
     {"more experts than a stack holds", 2, 1500, 8},
     {"strided rows", 4, 20, 3, RouteScoring::softmax, false, true, 1, 1, 1, 0, 33},
+    {"padding", 16, 192, 8, RouteScoring::sigmoid, true, true, 2.826, 1, 1, 0, 0, 5},
+    {"padding with zero experts", 20, 768, 12, RouteScoring::softmax, true, false, 6, 1, 1, 256, 0, 11},
+    {"padding alone", 3, 64, 8, RouteScoring::softmax, false, true, 1, 1, 1, 0, 0, 0},
+    {"more live tokens than there are", 3, 64, 8, RouteScoring::softmax, false, true, 1, 1, 1, 0, 0, 7},
 };
 
 inline constexpr RouteTopKCase kRouteTopKServingCases[] = {
@@ -51,7 +56,7 @@ inline std::span<const RouteTopKCase> route_top_k_cases(CaseSize size) {
 
 /// A case with its memory: random logits, poisoned outputs.
 struct RouteTopKProblem {
-  Guarded scores, bias, ids, weights, zero_weight;
+  Guarded scores, bias, ids, weights, zero_weight, live_tokens;
   RouteTopKArgs args;
 
   RouteTopKProblem(const RouteTopKCase& c, uint32_t seed) {
@@ -65,11 +70,16 @@ struct RouteTopKProblem {
       bias.random(rng, c.scoring == RouteScoring::sigmoid ? 0.1 : 0.01);
     }
     if (c.zero_experts > 0) zero_weight = Guarded(DType::f32, {c.tokens});
+    if (c.live_tokens >= 0) {
+      live_tokens = Guarded(DType::i32, {1});
+      live_tokens.as<int32_t>()[0] = static_cast<int32_t>(c.live_tokens);
+    }
     args = {.scores = scores,
             .correction_bias = bias,
             .expert_ids = ids,
             .expert_weights = weights,
             .zero_weight = zero_weight,
+            .live_tokens = live_tokens,
             .scoring = c.scoring,
             .renormalise = c.renormalise,
             .scale = c.scale,

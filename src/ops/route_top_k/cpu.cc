@@ -174,7 +174,9 @@ Status route_top_k_cpu(const RouteTopKArgs& args, const Stream& stream) {
   const int64_t tokens = args.scores.shape[0];
   cpu::parallel_for(stream.threads, (tokens + kTokens - 1) / kTokens, [&](int64_t task, int) {
     const int64_t end = std::min(tokens, (task + 1) * kTokens);
-    for (int64_t t = task * kTokens; t < end; ++t) row(args, t);
+    for (int64_t t = task * kTokens; t < end; ++t) {
+      if (!chooses_nobody(args, t)) row(args, t);
+    }
   });
   return {};
 }

@@ -26,6 +26,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 struct Params {
   const float *scores, *bias;
+  const int32_t* live_tokens;
   int32_t* ids;
   float *weights, *zero_weight;
   int64_t tokens, scores_stride, ids_stride, weights_stride, zero_weight_stride;
@@ -90,12 +91,21 @@ __global__ __launch_bounds__(kMostWarps * 32) void route_top_k_kernel(const __gr
   const float* source = p.scores + token * p.scores_stride;
   wait_for_previous_kernel();
 
+  const int64_t live_tokens = p.live_tokens != nullptr ? *p.live_tokens : p.tokens;
   float largest = -INFINITY;
   for (int e = lane; e < p.experts; e += 32) {
     const float v = source[e];
     keys[e] = key_of(v);
     scores[e] = logit_of(v);
     largest = fmaxf(largest, scores[e]);
+  }
+  if (token >= live_tokens) {  // asked here, so that the number arrives together with the logits
+    for (int j = lane; j < p.top_k; j += 32) {
+      p.ids[token * p.ids_stride + j] = -1;
+      p.weights[token * p.weights_stride + j] = 0.f;
+    }
+    if (p.zero_weight != nullptr && lane == 0) p.zero_weight[token * p.zero_weight_stride] = 0.f;
+    return;
   }
   float factor = 1.f;  // scores hold weights up to this factor
   if (p.scoring == RouteScoring::sigmoid) {
@@ -184,6 +194,7 @@ Status route_top_k_cuda(const RouteTopKArgs& args, const Stream& stream) {
                 top_k = args.expert_ids.shape[1];
   const Params params{.scores = args.scores.as<const float>(),
                       .bias = args.correction_bias.as<const float>(),
+                      .live_tokens = args.live_tokens.as<const int32_t>(),
                       .ids = args.expert_ids.as<int32_t>(),
                       .weights = args.expert_weights.as<float>(),
                       .zero_weight = args.zero_weight.as<float>(),

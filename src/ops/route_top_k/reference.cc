@@ -26,6 +26,7 @@ Status route_top_k_reference(const RouteTopKArgs& args, const Stream&) {
   const int64_t group_size = experts / args.groups;
   const bool has_bias = args.correction_bias.present();
   for (int64_t t = 0; t < args.scores.shape[0]; ++t) {
+    if (chooses_nobody(args, t)) continue;
     const float* logits = args.scores.at(t).as<const float>();
     std::vector<double> logit(experts), score(experts), choice(experts);
     for (int64_t e = 0; e < experts; ++e) logit[e] = std::isnan(logits[e]) ? -INFINITY : logits[e];

@@ -1,5 +1,6 @@
 #include "vivace/route_top_k.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "src/core/checks.h"
@@ -15,6 +16,14 @@ Facts route_top_k_facts(const RouteTopKArgs& args) {
       .add("zero_experts", args.zero_experts);
 }
 
+bool chooses_nobody(const RouteTopKArgs& args, int64_t token) {
+  if (!args.live_tokens.present() || token < args.live_tokens.as<const int32_t>()[0]) return false;
+  std::fill_n(args.expert_ids.at(token).as<int32_t>(), args.expert_ids.shape[1], -1);
+  std::fill_n(args.expert_weights.at(token).as<float>(), args.expert_weights.shape[1], 0.0f);
+  if (args.zero_weight.present()) args.zero_weight.at(token).as<float>()[0] = 0;
+  return true;
+}
+
 Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
   Checker check("route_top_k", stream.device);
   check.tensor("scores", args.scores, {"tokens", "experts"})
@@ -22,11 +31,13 @@ Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})
       .tensor("expert_weights", args.expert_weights, {"tokens", "top_k"})
       .optional("zero_weight", args.zero_weight, {"tokens"})
+      .optional("live_tokens", args.live_tokens, {"1"})
       .dtype("scores", args.scores, dtypes_mask(DType::f32))
       .dtype("correction_bias", args.correction_bias, dtypes_mask(DType::f32))
       .dtype("expert_ids", args.expert_ids, dtypes_mask(DType::i32))
       .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32))
       .dtype("zero_weight", args.zero_weight, dtypes_mask(DType::f32))
+      .dtype("live_tokens", args.live_tokens, dtypes_mask(DType::i32))
       .that(args.scoring <= RouteScoring::sigmoid, "scoring", static_cast<double>(args.scoring),
             "softmax (0), softmax_chosen (1) or sigmoid (2)")
       .that(std::isfinite(args.scale), "scale", args.scale, "a finite number");

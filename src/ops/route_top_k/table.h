@@ -11,6 +11,9 @@ Status route_top_k_cuda(const RouteTopKArgs& args, const Stream& stream);
 
 Facts route_top_k_facts(const RouteTopKArgs& args);
 
+/// For rows on the CPU: whether the token is padding; its outputs are then written.
+bool chooses_nobody(const RouteTopKArgs& args, int64_t token);
+
 /// Added to the sum of the chosen weights before it divides them.
 inline constexpr double kRenormaliseEps = 1e-20;
 
