@@ -68,6 +68,7 @@ __device__ __forceinline__ int take_largest(uint32_t* keys, int count, int lane)
   const uint32_t largest = __reduce_max_sync(kAllLanes, best);
   const int winner = static_cast<int>(
       __reduce_min_sync(kAllLanes, best == largest ? static_cast<unsigned>(at) : 0xffffffffu));
+  __syncwarp();  // all have read
   if (winner < count && lane == 0) keys[winner] = kTaken;
   __syncwarp();
   return winner;
