@@ -96,17 +96,16 @@ __device__ __forceinline__ void store_row(const float* row, int64_t width, const
 /// Values that a lane holds, and lanes that share a made scale.
 inline constexpr int kOfLane = 8, kLanesPerScale = kScaleBlock / kOfLane;
 
-/// Elements [begin, begin + 8) of a row of `width`; those past its end are 0. `wide`: groups of eight are whole and aligned
+/// Elements [begin, begin + 8) of a row of `width`; those past its end are 0. kWide: groups of eight are whole and aligned
 /// to 16 bytes, or to their size.
-template <class T>
-__device__ __forceinline__ void load_eight(const T* row, int64_t begin, int64_t width, bool wide,
-                                           float (&v)[kOfLane]) {
+template <bool kWide, class T>
+__device__ __forceinline__ void load_eight(const T* row, int64_t begin, int64_t width, float (&v)[kOfLane]) {
   constexpr int kAccess = sizeof(T) * kOfLane > 16 ? kVec<T> : kOfLane;
 #pragma unroll
   for (int i = 0; i < kOfLane; i += kAccess) {
     float some[kAccess] = {};
-    if (wide && begin < width) {
-      load_floats(row + begin + i, some);
+    if constexpr (kWide) {
+      if (begin < width) load_floats(row + begin + i, some);
     } else {
 #pragma unroll
       for (int j = 0; j < kAccess; ++j) {
@@ -118,29 +117,29 @@ __device__ __forceinline__ void load_eight(const T* row, int64_t begin, int64_t 
   }
 }
 
-template <class T>
-__device__ __forceinline__ void store_eight(const float (&v)[kOfLane], T* row, int64_t begin, int64_t width,
-                                            bool wide) {
+template <bool kWide, class T>
+__device__ __forceinline__ void store_eight(const float (&v)[kOfLane], T* row, int64_t begin, int64_t width) {
   constexpr int kAccess = sizeof(T) * kOfLane > 16 ? kVec<T> : kOfLane;
 #pragma unroll
   for (int i = 0; i < kOfLane; i += kAccess) {
     float some[kAccess];
 #pragma unroll
     for (int j = 0; j < kAccess; ++j) some[j] = v[i + j];
-    if (wide) {
+    if constexpr (kWide) {
       if (begin < width) store_floats(some, row + begin + i);
-      continue;
-    }
+    } else {
 #pragma unroll
-    for (int j = 0; j < kAccess; ++j) {
-      if (begin + i + j < width) row[begin + i + j] = from_float<T>(some[j]);
+      for (int j = 0; j < kAccess; ++j) {
+        if (begin + i + j < width) row[begin + i + j] = from_float<T>(some[j]);
+      }
     }
   }
 }
 
 /// Stores eight values per lane quantised, with a given scale or one made of 128 neighbours. All lanes of a warp call it, the
 /// first of them at a multiple of 256; values past the row's end are 0.
-__device__ __forceinline__ void store_quantised(float (&v)[kOfLane], int64_t begin, int64_t width, bool wide,
+template <bool kWide>
+__device__ __forceinline__ void store_quantised(float (&v)[kOfLane], int64_t begin, int64_t width,
                                                 const RowTarget<fp8>& target) {
   float scale;
   if (target.scaling == Fp8Scaling::block) {
@@ -154,7 +153,7 @@ __device__ __forceinline__ void store_quantised(float (&v)[kOfLane], int64_t beg
   }
 #pragma unroll
   for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
-  store_eight(v, target.y, begin, width, wide);
+  store_eight<kWide>(v, target.y, begin, width);
 }
 
 /// First scale of row `token` in a tensor of made or given scales.

@@ -28,23 +28,22 @@ struct Params {
   float* scales;
   int64_t tokens, width, x_stride, y_stride, scale_stride;
   Fp8Scaling scaling;
-  bool wide;  // every group of a lane is whole and aligned
 };
 
-template <class X>
+template <class X, bool kWide>
 __global__ __launch_bounds__(kThreads) void quantize_blocks_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
   const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
   wait_for_previous_kernel();
   float v[kOfLane];
-  load_eight(static_cast<const X*>(p.x) + token * p.x_stride, begin, p.width, p.wide, v);
+  load_eight<kWide>(static_cast<const X*>(p.x) + token * p.x_stride, begin, p.width, v);
   let_next_kernel_start();
   const RowTarget<fp8> target{p.y + token * p.y_stride, scales_of(p.scales, p.scaling, p.scale_stride, token),
                               p.scaling};
-  store_quantised(v, begin, p.width, p.wide, target);
+  store_quantised<kWide>(v, begin, p.width, target);
 }
 
-template <class X>
+template <class X, bool kWide>
 __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
   const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
@@ -53,7 +52,7 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
   const int64_t first = int64_t{threadIdx.x} * kOfLane;
   float max = 0.f, v[kOfLane];
   for (int64_t begin = first; begin < p.width; begin += kThreads * kOfLane) {
-    load_eight(x, begin, p.width, p.wide, v);
+    load_eight<kWide>(x, begin, p.width, v);
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
@@ -61,10 +60,10 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
   let_next_kernel_start();
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.width; begin += kThreads * kOfLane) {
-    load_eight(x, begin, p.width, p.wide, v);
+    load_eight<kWide>(x, begin, p.width, v);
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
-    store_eight(v, y, begin, p.width, p.wide);
+    store_eight<kWide>(v, y, begin, p.width);
   }
 }
 
@@ -84,8 +83,7 @@ Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
                       .x_stride = args.x.stride[0],
                       .y_stride = args.y.stride[0],
                       .scale_stride = args.scale.stride[0],
-                      .scaling = args.scaling,
-                      .wide = wide};
+                      .scaling = args.scaling};
   const bool by_row = args.scaling == Fp8Scaling::token;
   // A row's threads are whole warps, so that lanes which share a scale are there together.
   const int64_t pieces = (width + kOfLane - 1) / kOfLane;
@@ -97,7 +95,9 @@ Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
   Status status;
   with_type<float, bf16, f16>(args.x.dtype, [&](auto x) {
     using X = decltype(x);
-    const auto kernel = by_row ? quantize_rows_kernel<X> : quantize_blocks_kernel<X>;
+    const auto either = [&](auto rows, auto blocks_of) { return by_row ? rows : blocks_of; };
+    const auto kernel = wide ? either(quantize_rows_kernel<X, true>, quantize_blocks_kernel<X, true>)
+                             : either(quantize_rows_kernel<X, false>, quantize_blocks_kernel<X, false>);
     status = launch("quantize_fp8", kernel, shape, stream, params);
   });
   return status;

@@ -29,7 +29,6 @@ struct Params {
   float* scales;
   int64_t intermediate, gate_stride, up_stride, y_stride, scale_stride;
   Fp8Scaling scaling;
-  bool wide;  // every eight of a row are whole and aligned
 };
 
 __device__ __forceinline__ float silu_mul_one(float gate, float up) {
@@ -39,36 +38,36 @@ __device__ __forceinline__ float silu_mul_one(float gate, float up) {
 }
 
 /// Eight values of a row, those past its end 0.
-template <class T>
+template <bool kWide, class T>
 __device__ __forceinline__ void silu_mul_eight(const T* gate, const T* up, int64_t begin, const Params& p,
                                                float (&v)[kOfLane]) {
   float u[kOfLane];
-  load_eight(gate, begin, p.intermediate, p.wide, v);
-  load_eight(up, begin, p.intermediate, p.wide, u);
+  load_eight<kWide>(gate, begin, p.intermediate, v);
+  load_eight<kWide>(up, begin, p.intermediate, u);
 #pragma unroll
   for (int j = 0; j < kOfLane; ++j) v[j] = silu_mul_one(v[j], u[j]);
 }
 
-template <class T, class Out>
+template <class T, class Out, bool kWide>
 __global__ __launch_bounds__(kThreads) void silu_mul_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
   const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
   Out* const y = static_cast<Out*>(p.y) + token * p.y_stride;
   wait_for_previous_kernel();
   float v[kOfLane];
-  silu_mul_eight(static_cast<const T*>(p.gate) + token * p.gate_stride,
-                 static_cast<const T*>(p.up) + token * p.up_stride, begin, p, v);
+  silu_mul_eight<kWide>(static_cast<const T*>(p.gate) + token * p.gate_stride,
+                        static_cast<const T*>(p.up) + token * p.up_stride, begin, p, v);
   let_next_kernel_start();
   if constexpr (std::is_same_v<Out, fp8>) {
     const RowTarget<fp8> target{y, scales_of(p.scales, p.scaling, p.scale_stride, token), p.scaling};
-    store_quantised(v, begin, p.intermediate, p.wide, target);
+    store_quantised<kWide>(v, begin, p.intermediate, target);
   } else {
-    store_eight(v, y, begin, p.intermediate, p.wide);
+    store_eight<kWide>(v, y, begin, p.intermediate);
   }
 }
 
 /// To fp8 with a scale made of the whole row.
-template <class T>
+template <class T, bool kWide>
 __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) float row[];
   const int64_t token = blockIdx.x, stride = kThreads * kOfLane;
@@ -79,8 +78,8 @@ __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_con
   const int64_t first = int64_t{threadIdx.x} * kOfLane;
   float max = 0.f, v[kOfLane];
   for (int64_t begin = first; begin < p.intermediate; begin += stride) {
-    silu_mul_eight(gate, up, begin, p, v);
-    store_eight(v, row, begin, p.intermediate, p.wide);
+    silu_mul_eight<kWide>(gate, up, begin, p, v);
+    store_eight<kWide>(v, row, begin, p.intermediate);
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
@@ -88,10 +87,10 @@ __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_con
   let_next_kernel_start();
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.intermediate; begin += stride) {
-    load_eight(row, begin, p.intermediate, p.wide, v);
+    load_eight<kWide>(row, begin, p.intermediate, v);
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
-    store_eight(v, y, begin, p.intermediate, p.wide);
+    store_eight<kWide>(v, y, begin, p.intermediate);
   }
 }
 
@@ -102,18 +101,17 @@ Status silu_mul_cuda(const SiluMulArgs& args, const Stream& stream) {
   const auto fits = [](const Tensor& t) {
     return alignment_of(t) % std::min<int64_t>(16, kOfLane * info_of(t.dtype).block_bytes) == 0;
   };
-  const Params params{
-      .gate = args.gate.data,
-      .up = args.up.data,
-      .y = args.y.data,
-      .scales = args.y_scale.as<float>(),
-      .intermediate = intermediate,
-      .gate_stride = args.gate.stride[0],
-      .up_stride = args.up.stride[0],
-      .y_stride = args.y.stride[0],
-      .scale_stride = args.y_scale.stride[0],
-      .scaling = args.y_scaling,
-      .wide = intermediate % kOfLane == 0 && fits(args.gate) && fits(args.up) && fits(args.y)};
+  const Params params{.gate = args.gate.data,
+                      .up = args.up.data,
+                      .y = args.y.data,
+                      .scales = args.y_scale.as<float>(),
+                      .intermediate = intermediate,
+                      .gate_stride = args.gate.stride[0],
+                      .up_stride = args.up.stride[0],
+                      .y_stride = args.y.stride[0],
+                      .scale_stride = args.y_scale.stride[0],
+                      .scaling = args.y_scaling};
+  const bool wide = intermediate % kOfLane == 0 && fits(args.gate) && fits(args.up) && fits(args.y);
   const bool fp8_y = args.y.dtype == DType::fp8_e4m3, by_row = fp8_y && args.y_scaling == Fp8Scaling::token;
   // A row's threads are whole warps, so that lanes which share a scale are there together.
   const int64_t pieces = (intermediate + kOfLane - 1) / kOfLane;
@@ -126,10 +124,13 @@ Status silu_mul_cuda(const SiluMulArgs& args, const Stream& stream) {
   Status status;
   with_type<float, bf16>(args.gate.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto kernel = by_row  ? silu_mul_row_kernel<T>
-                        : fp8_y ? silu_mul_kernel<T, fp8>
-                                : silu_mul_kernel<T, T>;
-    status = launch("silu_mul", kernel, shape, stream, params);
+    const auto run = [&]<bool kWide>() {
+      const auto kernel = by_row  ? silu_mul_row_kernel<T, kWide>
+                          : fp8_y ? silu_mul_kernel<T, fp8, kWide>
+                                  : silu_mul_kernel<T, T, kWide>;
+      status = launch("silu_mul", kernel, shape, stream, params);
+    };
+    wide ? run.template operator()<true>() : run.template operator()<false>();
   });
   return status;
 }
