@@ -18,16 +18,16 @@
 #include "src/model/rope.h"
 #include "src/model/synthetic.h"
 #include "src/model/weights.h"
+#include "src/ops/decode_schedule/gpu.h"
 
 namespace vivace::model {
 
 namespace {
 
-// Keys per tile of the decode schedule. In deterministic mode a request is cut at multiples of kPieceTiles tiles, so
-// that the order of every sum follows from the request alone.
+// Keys per tile of the decode schedule on a CPU. In deterministic mode a request is cut at multiples of kPieceTiles
+// tiles, so that the order of every sum follows from the request alone.
 constexpr int64_t kTileTokens = 64;
 constexpr int64_t kPieceTiles = 8;
-constexpr int64_t kCtasPerSm = 2;  // that share a decode step's tiles on a GPU
 
 /// Runs each call of the walk.
 struct RunCalls {
@@ -390,11 +390,17 @@ Step Decoder::shape_of_step(int64_t tokens, int64_t decodes, int64_t chunks) con
   return step;
 }
 
-/// Who shares the work of a decode step: the threads of a CPU stream, or the CTAs that a GPU holds at once.
-Result<int64_t> workers_of(const Stream& stream) {
-  if (stream.device == Device::cpu) return int64_t{cpu::threads_of(stream.threads)};
+/// How the work of a decode step is shared: by the threads of a CPU stream, or by the CTAs that a GPU holds at once.
+Result<DecodeScheduleParams> schedule_on(const Stream& stream, DecodeScheduleParams params) {
+  if (stream.device == Device::cpu) {
+    params.workers = cpu::threads_of(stream.threads);
+    return params;
+  }
   VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
-  return int64_t{info->sms} * kCtasPerSm;
+  DecodeScheduleParams on_gpu = gpu_decode_schedule(params.heads_kv, info->sms);
+  on_gpu.window = params.window;
+  on_gpu.piece_tiles = params.piece_tiles;
+  return on_gpu;
 }
 
 Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
@@ -406,8 +412,8 @@ Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
                             name_of(options_.device));
   }
   pages_ = 0;  // until all that a step needs is there
-  VIVACE_TRY_ASSIGN(const int64_t workers, workers_of(stream));
-  graph_.schedule.workers = workers;
+  VIVACE_TRY_ASSIGN(graph_.schedule, schedule_on(stream, graph_.schedule));
+  const int64_t workers = graph_.schedule.workers;
   describe_pool(nullptr, pages);
   graph_.buffers = lay_out(nullptr, {.workers = workers}).first;
 

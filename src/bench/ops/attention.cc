@@ -11,14 +11,13 @@
 #include "src/core/number.h"
 #include "src/device/random.h"
 #include "src/ops/attention/reference.h"
+#include "src/ops/decode_schedule/gpu.h"
 #include "vivace/attention_decode.h"
 #include "vivace/attention_prefill.h"
 
 namespace vivace::bench {
 
 namespace {
-
-constexpr int64_t kCtasPerSm = 2;
 
 struct Shape {
   std::vector<int64_t> lengths;
@@ -140,7 +139,7 @@ class PreparedAttention final : public PreparedOp {
     }
     if (s.prefill) return {};
     VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
-    params_ = {.heads_kv = s.heads_kv, .tile_tokens = 64, .workers = int64_t{info->sms} * kCtasPerSm};
+    params_ = gpu_decode_schedule(s.heads_kv, info->sms);
     VIVACE_TRY_ASSIGN(set.schedule,
                       memory_.make(DType::i32, {decode_schedule_ints(requests, params_.workers)}, stream));
     return decode_schedule({.kv_lengths = a.kv_lengths,

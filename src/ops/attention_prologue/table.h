@@ -17,7 +17,7 @@ inline constexpr Need kAttentionPrologueCudaNeeds[] = {{"compute_capability", Ne
 inline constexpr Row<AttentionPrologueArgs> kAttentionPrologueRows[] = {
 #if VIVACE_CUDA
     {"cuda.head", Device::cuda, kAttentionPrologueCudaNeeds, attention_prologue_cuda,
-     "a warp per head and token, any strides and types"},
+     "a warp for several heads of a token, any strides and types"},
 #endif
     {"cpu.simd",
      Device::cpu,

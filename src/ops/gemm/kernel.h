@@ -10,6 +10,9 @@
 // A CTA takes a tile of kM rows of one group and some tiles of kN columns, one after another through one ring of stages,
 // and walks k alone: no sum is ever split, and its order is the same for every tile. Which group a CTA has is searched on
 // the device: the grid depends on shapes alone.
+//
+// With scales of blocks a sum is a chain over blocks of k, but a block's products need none of the others. Where tiles are
+// few, teams of a CTA multiply four blocks at once, and then add them up in the order of the chain: the same bits.
 
 #include <algorithm>
 
@@ -19,21 +22,24 @@
 namespace vivace::gemm {
 
 template <class T, class E, bool kBlockScales, bool kGated>
-__global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const __grid_constant__ Problem p,
-                                                                          bool pairs_aligned) {
+__global__ __launch_bounds__(T::kAllThreads, T::kCtasPerSm) void gemm_kernel(const __grid_constant__ Problem p,
+                                                                             bool pairs_aligned) {
+  static_assert(T::kTeams == 1 || (kBlockScales && !kGated), "teams exchange blocks of k that have scales");
   extern __shared__ __align__(128) uint8_t stages[];
   constexpr int kK = kRowBytes / static_cast<int>(sizeof(E)),
                 kChunk = kChunkBytes / static_cast<int>(sizeof(E));
   constexpr int kMBlocks = T::kMBlocks, kNBlocks = T::kNBlocks;
   constexpr int kColumns = kGated ? T::kN / 2 : T::kN;  // of y
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int team = T::kTeams > 1 ? threadIdx.x / T::kThreads : 0;
+  const unsigned thread = T::kTeams > 1 ? threadIdx.x % T::kThreads : threadIdx.x;
+  const int warp = thread / 32, lane = thread % 32;
   const int warp_row = warp / T::kWarpsN * T::kWarpRows, warp_column = warp % T::kWarpsN * T::kWarpColumns;
   device::wait_for_previous_kernel();
   TileRows tile;
-  if (!find_tile<T::kM, T::kThreads>(p, blockIdx.x, tile)) return;
+  if (!find_tile<T::kM, T::kAllThreads>(p, blockIdx.x, tile)) return;
 
   // This thread's share of a stage: one chunk of these rows.
-  const int copy_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+  const int copy_row = thread / kChunks, chunk = thread % kChunks;
   const E *a_rows[T::kACopies], *b_rows[T::kBCopies];  // null: zeros
 #pragma unroll
   for (int i = 0; i < T::kACopies; ++i) {
@@ -47,13 +53,16 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
   const int64_t first_column = int64_t{blockIdx.y} * kColumns, column_step = int64_t{gridDim.y} * kColumns;
   // At least one, so that y is written (with the bias) when k is 0.
   const int k_tiles = max(1, static_cast<int>((p.k + p.k_offset + kK - 1) / kK));
+  // A team takes block round * kTeams + team: zeros past k.
+  const int rounds = T::kTeams > 1 ? (k_tiles + T::kTeams - 1) / T::kTeams : k_tiles;
+  uint8_t* const ring = stages + team * T::kRingBytes;
 
   // Stages are filled in the order in which they are used: k by k, then the next tile of columns.
   int64_t fill_column = first_column;
-  int fill_k = 0, fill_slot = 0;
+  int fill_round = 0, fill_slot = 0;
   const auto fill_stage = [&] {
     if (fill_column < p.n) {
-      if (fill_k == 0) {
+      if (fill_round == 0) {
 #pragma unroll
         for (int i = 0; i < T::kBCopies; ++i) {
           // Gated: rows of gate and up alternate in blocks of 8, so that a lane holds both values of a column.
@@ -66,9 +75,9 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
           }
         }
       }
-      uint8_t* a = stages + fill_slot * T::kStageBytes;
+      uint8_t* a = ring + fill_slot * T::kStageBytes;
       uint8_t* b = a + T::kM * kRowBytes;
-      const int64_t k = int64_t{fill_k} * kK - p.k_offset + chunk * kChunk;
+      const int64_t k = int64_t{fill_round * T::kTeams + team} * kK - p.k_offset + chunk * kChunk;
       const bool inside = k >= 0 && k < p.k;
 #pragma unroll
       for (int i = 0; i < T::kACopies; ++i) {
@@ -84,8 +93,8 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
         device::copy_16_async(b + device::swizzled<kRowBytes>(copy_row + i * T::kRowsAtOnce, chunk), source,
                               valid);
       }
-      if (++fill_k == k_tiles) {
-        fill_k = 0;
+      if (++fill_round == rounds) {
+        fill_round = 0;
         fill_column += column_step;
       }
       if (++fill_slot == T::kStages) fill_slot = 0;
@@ -116,6 +125,7 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
 #pragma unroll
   for (int s = 0; s < T::kStages - 1; ++s) fill_stage();
   int slot = 0;
+  [[maybe_unused]] int buffer = 0;  // of what teams exchange
   for (int64_t tile_column = first_column; tile_column < p.n; tile_column += column_step) {
     const auto column_of = [&](int block) {
       return tile_column + (kGated ? (warp_column / 16 + block / 2) * 8 : warp_column + block * 8);
@@ -129,21 +139,57 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
                     (column + p.n_offset) / kScaleBlock * p.b_scale_stride + k_block];
     };
     Accumulators<T> acc = {};
-    float total[kBlockScales ? kMBlocks : 1][kNBlocks][4] = {};
-    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    float total[kBlockScales && T::kTeams == 1 ? kMBlocks : 1][kNBlocks][4] = {};
+    float pair_total[2] = {};  // with teams: of block team / 2, half team % 2
+    for (int round = 0; round < rounds; ++round) {
+      float pair_scale[T::kTeams];  // asked for before the wait, which hides most of their latency
+      if constexpr (T::kTeams > 1) {
+#pragma unroll
+        for (int other = 0; other < T::kTeams; ++other) {
+          const int k_tile = round * T::kTeams + other;
+          const float* row_scales = team % 2 == 0 ? a_scales[0][0] : a_scales[0][1];
+          pair_scale[other] = k_tile < k_tiles ? row_scales[k_tile] * b_scale_of(team / 2, k_tile) : 0.f;
+        }
+      }
       device::wait_for_copies<T::kStages - 2>();
-      __syncthreads();  // this stage is complete, and everyone is done with the one before it, which is filled next
+      // This stage is complete, and everyone is done with the one before it, which is filled next.
+      if constexpr (T::kTeams > 1) {
+        device::named_barrier(1 + team, T::kThreads);
+      } else {
+        __syncthreads();
+      }
       fill_stage();
-      const uint8_t* a = stages + slot * T::kStageBytes;
+      const uint8_t* a = ring + slot * T::kStageBytes;
       const uint8_t* b = a + T::kM * kRowBytes;
       if (++slot == T::kStages) slot = 0;
-      if constexpr (kBlockScales) {
+      if constexpr (T::kTeams > 1) {
+        if (!idle) multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
+        // Pair i of a thread's values goes to the same thread of team i, which adds up the blocks in their order. The
+        // buffer of this round is free: all have passed the barrier of the round before, so they have read what was in it.
+        using Exchange = float2[T::kTeams][T::kTeams][T::kThreads];
+        Exchange& exchange = reinterpret_cast<Exchange*>(stages + T::kTeams * T::kRingBytes)[buffer];
+        buffer ^= 1;
+#pragma unroll
+        for (int i = 0; i < T::kTeams; ++i) {
+          float* pair = acc[0][i / 2] + 2 * (i % 2);
+          exchange[team][i][thread] = make_float2(pair[0], pair[1]);
+          pair[0] = pair[1] = 0.f;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int other = 0; other < T::kTeams; ++other) {
+          if (round * T::kTeams + other >= k_tiles) break;
+          const float2 pair = exchange[other][team][thread];
+          pair_total[0] = fmaf(pair.x, pair_scale[other], pair_total[0]);
+          pair_total[1] = fmaf(pair.y, pair_scale[other], pair_total[1]);
+        }
+      } else if constexpr (kBlockScales) {
         float a_scale[kMBlocks][2], b_scale[kNBlocks];
 #pragma unroll
         for (int i = 0; i < kMBlocks; ++i)
-          a_scale[i][0] = a_scales[i][0][k_tile], a_scale[i][1] = a_scales[i][1][k_tile];
+          a_scale[i][0] = a_scales[i][0][round], a_scale[i][1] = a_scales[i][1][round];
 #pragma unroll
-        for (int j = 0; j < kNBlocks; ++j) b_scale[j] = b_scale_of(j, k_tile);
+        for (int j = 0; j < kNBlocks; ++j) b_scale[j] = b_scale_of(j, round);
         if (!idle) multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
 #pragma unroll
         for (int i = 0; i < kMBlocks; ++i) {
@@ -163,7 +209,9 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
     if (tile_column + column_step >= p.n) device::let_next_kernel_start();
 
     const auto value = [&](int i, int j, int v) {
-      if constexpr (kBlockScales) {
+      if constexpr (T::kTeams > 1) {
+        return pair_total[v % 2];
+      } else if constexpr (kBlockScales) {
         return total[i][j][v];
       } else if constexpr (sizeof(E) == 1) {
         return acc[i][j][v] * (a_scales[i][v / 2][0] * b_scale_of(j, 0));
@@ -179,6 +227,7 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void gemm_kernel(const 
         if (row >= tile.end) continue;
 #pragma unroll
         for (int j = 0; j < kNBlocks; j += kGated ? 2 : 1) {
+          if (T::kTeams > 1 && team != 2 * j + half) continue;
           const int64_t column = column_of(j) + lane % 4 * 2;
           if (column >= p.n) continue;
           const bool second = column + 1 < p.n;
@@ -210,14 +259,16 @@ Status run_tile(std::string_view name, const Problem& p, const Stream& stream) {
   const int64_t columns = p.gated ? T::kN / 2 : T::kN, column_tiles = (p.n + columns - 1) / columns;
   const int64_t across = std::min(column_tiles, (kEnoughCtas + row_tiles - 1) / row_tiles);
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(row_tiles), static_cast<unsigned>(across)),
-                          .block = dim3(T::kThreads),
-                          .smem_bytes = T::kStages * T::kStageBytes,
+                          .block = dim3(T::kAllThreads),
+                          .smem_bytes = T::kTeams * T::kRingBytes + T::kExchangeBytes,
                           .overlap_previous = true};
   const int64_t pair = p.y_type == DType::f32 ? 8 : 4;
   const bool pairs_aligned =
       reinterpret_cast<uintptr_t>(p.y) % static_cast<uintptr_t>(pair) == 0 && p.y_stride % 2 == 0;
-  const auto kernel =
-      p.gated ? gemm_kernel<T, E, kBlockScales, true> : gemm_kernel<T, E, kBlockScales, false>;
+  auto kernel = gemm_kernel<T, E, kBlockScales, false>;
+  if constexpr (T::kTeams == 1) {
+    if (p.gated) kernel = gemm_kernel<T, E, kBlockScales, true>;
+  }
   return launch(name, kernel, shape, stream, p, pairs_aligned);
 }
 
@@ -233,6 +284,12 @@ Status run_any_tile(std::string_view name, const Problem& p, const Stream& strea
   const auto tiles = [&](int64_t tile) {
     return (p.rows + tile - 1) / tile * ((p.n * (p.gated ? 2 : 1) + tile - 1) / tile);
   };
+  if constexpr (kBlockScales) {
+    using Teams = Tile<16, 32, 1, 2, 3, 2, 4>;
+    if (!p.gated && p.groups == 1 && rows <= 64 && tiles(64) < kEnoughTiles) {
+      return run_tile<Teams, E, kBlockScales>(name, p, stream);
+    }
+  }
   if (rows <= 16 || tiles(64) < kEnoughTiles / 2) return run_tile<Few, E, kBlockScales>(name, p, stream);
   const int64_t large = tiles(128);
   if (rows <= 96 || large < kEnoughTiles) return run_tile<Some, E, kBlockScales>(name, p, stream);

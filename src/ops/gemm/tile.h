@@ -20,18 +20,23 @@ inline constexpr int kRowBytes = 128, kChunkBytes = 16, kChunks = kRowBytes / kC
 inline constexpr int kSlices = kRowBytes / 32;  // a slice: what one ldmatrix spans along k
 inline constexpr int kScaleBlock = 128;
 
-template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kCtasPerSm_>
+/// kTeams teams of warps take stages of k in turns, each through a ring of its own.
+template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kCtasPerSm_, int kTeams_ = 1>
 struct Tile {
   static constexpr int kM = kM_, kN = kN_, kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
   static constexpr int kStages = kStages_, kCtasPerSm = kCtasPerSm_;
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kTeams = kTeams_;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN, kAllThreads = kTeams * kThreads;
   static constexpr int kWarpRows = kM / kWarpsM, kWarpColumns = kN / kWarpsN;
   static constexpr int kMBlocks = kWarpRows / 16, kNBlocks = kWarpColumns / 8;
   static constexpr int kStageBytes = (kM + kN) * kRowBytes;
   static constexpr int kRowsAtOnce = kThreads / kChunks;  // of a stage, filled by one copy of each thread
   static constexpr int kACopies = kM / kRowsAtOnce, kBCopies = kN / kRowsAtOnce;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kExchangeBytes = kTeams > 1 ? 2 * kTeams * kM * kN * 4 : 0;  // two rounds of accumulators
   static_assert(kWarpRows % 16 == 0 && kWarpColumns % 16 == 0, "a warp multiplies whole 16 x 16 blocks");
   static_assert(kM % kRowsAtOnce == 0 && kN % kRowsAtOnce == 0, "every thread copies equally much");
+  static_assert(kTeams == 1 || (kMBlocks == 1 && kTeams == 2 * kNBlocks), "a team adds up one pair of a thread's values");
 };
 
 template <class T>

@@ -71,11 +71,13 @@ inline SampleRow sample_row_of(const SamplerArgs& args, int64_t r) {
   return row;
 }
 
-/// Step 2 for an id that stands in the prompt or was drawn `count` times: in float64, rounded once per kind of penalty.
+/// Step 2 for an id that stands in the prompt or was drawn `count` times: as in float64, rounded once per kind of penalty.
+/// A repetition penalty is a float wherever it comes from, and the float product and quotient of floats are those
+/// of float64, rounded.
 constexpr float penalised_logit(float logit, const SampleParams& p, int64_t count, bool in_prompt) {
   if (count > 0 || in_prompt) {
-    const double l = logit;
-    logit = static_cast<float>(l > 0 ? l / p.repetition_penalty : l * p.repetition_penalty);
+    const auto penalty = static_cast<float>(p.repetition_penalty);
+    logit = logit > 0 ? logit / penalty : logit * penalty;
   }
   if (count > 0) {
     logit = static_cast<float>(logit - p.frequency_penalty * static_cast<double>(count) - p.presence_penalty);

@@ -11,17 +11,29 @@
 namespace vivace::device::select {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kGroup = 4;         // neighbouring logits of one access
-constexpr int kBatch = 4;         // accesses that a thread has under way
-constexpr int kShortList = 2048;  // tokens that fit the list
-constexpr int kMostNotes = 512;   // notes that a threshold may rest on: with more the list would overflow
-constexpr int kSegmentStep = 32 * kGroup * kBatch, kMostSegments = 1024;
-constexpr int kWays = 8;  // of the search over a whole row
+constexpr int kGroup = 8;                                  // neighbouring logits of one access of a lane
+constexpr int kBatch = 4;                                  // accesses that a lane has under way
+constexpr int kStep = 32 * kGroup, kChunk = kStep * kBatch;  // logits of a warp's access, and of its batch
+constexpr int kMostSegments = kThreads;                    // a thread per segment puts them together
+constexpr int kShortList = 2048;                           // tokens that fit the list
+constexpr int kFew = 128;                                  // tokens that are sorted by counting
+constexpr int kMostNotes = 512;  // notes that a threshold may rest on: with more the list would overflow
+constexpr int kWays = 8;         // of the search over a whole row
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
+/// What one look leaves of each segment of a row.
+struct SegmentStats {
+  float max[kMostSegments];  // NaN when one was seen
+  float sum[kMostSegments];  // of weights below `max`
+};
+
 struct Shared {
-  uint64_t list[kShortList];
-  double sums[kMostSegments];  // of segments
+  union {
+    uint64_t list[kShortList];
+    double sums[kMostSegments];  // of segments, while there is no list
+  };
+  SegmentStats given, drawn;
+  float given_notes[kThreads], drawn_notes[kThreads];  // for another block of the row
   double doubles[kWays - 1][kWarps];
   float floats[kWarps];
   int ints[kWarps];
@@ -114,14 +126,36 @@ __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
+/// 2^x to 2 ulp.
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// `scale` is log2(e) / temperature, finite.
 struct Softmax {
-  float max, inverse_temperature;
+  float max, scale;
 };
 
 /// exp((v - max) / temperature), where equals of an infinite maximum count 1.
 __device__ __forceinline__ float weight_of(float v, Softmax softmax) {
-  return v == softmax.max ? 1.f : expf((v - softmax.max) * softmax.inverse_temperature);
+  return v == softmax.max ? 1.f : exp2_of((v - softmax.max) * softmax.scale);
 }
+
+/// How a row is cut, the same for every call with this vocabulary: warps look at whole segments. Each has up to a chunk
+/// of logits; the last thousands of a huge vocabulary have several, those of a small one a part, so that 32 warps work.
+struct Segments {
+  int64_t length;
+  int count;
+  __device__ __forceinline__ explicit Segments(int64_t vocab) {
+    const int64_t steps = (vocab + kStep - 1) / kStep;
+    const int64_t part = (steps + kWarps - 1) / kWarps;
+    const int64_t chunks = (steps + int64_t{kMostSegments} * kBatch - 1) / (int64_t{kMostSegments} * kBatch);
+    length = part < kBatch ? part * kStep : chunks * kChunk;
+    count = static_cast<int>((vocab + length - 1) / length);
+  }
+};
 
 /// The logits of a row: as given, or the changed copy, which is padded with -inf to whole groups.
 template <class T>
@@ -130,6 +164,7 @@ struct RowOfLogits {
   const float* changed;
   int64_t vocab;
   bool wide;  // groups are aligned
+  Segments segments;
 
   __device__ __forceinline__ float at(int64_t id) const {
     return changed ? changed[id] : to_float(given[id]);
@@ -138,94 +173,129 @@ struct RowOfLogits {
   /// The group that begins at `begin`, a multiple of kGroup below vocab; -inf past the end.
   __device__ __forceinline__ void load(int64_t begin, float (&v)[kGroup]) const {
     if (changed != nullptr) {
-      load_floats(changed + begin, v);
+      load_group(changed + begin, v);
     } else if (wide && begin + kGroup <= vocab) {
-      load_floats(given + begin, v);
+      load_group(given + begin, v);
     } else {
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) v[j] = begin + j < vocab ? to_float(given[begin + j]) : -INFINITY;
     }
   }
 
-  /// body(begin, values) for the groups of this thread, by rising id.
-  template <class Body>
-  __device__ __forceinline__ void for_each_group(Body&& body) const {
-    constexpr int64_t kStep = int64_t{kThreads} * kGroup;
-    for (int64_t first = int64_t{threadIdx.x} * kGroup; first < vocab; first += kStep * kBatch) {
-      float v[kBatch][kGroup];
+  /// The chunk of a warp at `begin`: access b of a lane begins at begin + b * kStep + lane * kGroup; -inf from `end` on,
+  /// which is a multiple of kStep or the end of the row.
+  __device__ __forceinline__ void load_chunk(int64_t begin, int64_t end, float (&v)[kBatch][kGroup]) const {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b * kStep < vocab) load(first + b * kStep, v[b]);
-      }
+    for (int b = 0; b < kBatch; ++b) {
+      const int64_t first = begin + b * kStep + lane_id() * kGroup;
+      if (first < end) {
+        load(first, v[b]);
+      } else {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b * kStep < vocab) body(first + b * kStep, v[b]);
+        for (int j = 0; j < kGroup; ++j) v[b][j] = -INFINITY;
       }
     }
   }
 
-  /// body(logit, id) for the tokens of this thread.
+  /// Where segment `i` ends.
+  __device__ __forceinline__ int64_t end_of(int i) const { return min((i + 1) * segments.length, vocab); }
+
+  /// body(logit, id) for the tokens of this thread, in the segments for which use(i) holds for all of the warp.
+  template <class Use, class Body>
+  __device__ __forceinline__ void for_each_in(Use&& use, Body&& body) const {
+    for (int i = warp_id(); i < segments.count; i += kWarps) {
+      if (!use(i)) continue;
+      const int64_t end = end_of(i);
+      for (int64_t first = i * segments.length + lane_id() * kGroup; first < end; first += kStep) {
+        float v[kGroup];
+        load(first, v);
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          if (first + j < end) body(v[j], static_cast<int>(first + j));
+        }
+      }
+    }
+  }
   template <class Body>
   __device__ __forceinline__ void for_each(Body&& body) const {
-    for_each_group([&](int64_t begin, const float(&v)[kGroup]) {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) {
-        if (begin + j < vocab) body(v[j], static_cast<int>(begin + j));
-      }
-    });
+    for_each_in([](int) { return true; }, body);
+  }
+
+ private:
+  static __device__ __forceinline__ void load_group(const float* p, float (&v)[kGroup]) {
+    const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  }
+  static __device__ __forceinline__ void load_group(const bf16* p, float (&v)[kGroup]) { load_floats(p, v); }
+};
+
+__device__ __forceinline__ void store_group(const float (&v)[kGroup], float* p) {
+  reinterpret_cast<float4*>(p)[0] = make_float4(v[0], v[1], v[2], v[3]);
+  reinterpret_cast<float4*>(p)[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
+/// The larger; a NaN wins.
+struct MaxOrNan {
+  __device__ __forceinline__ float operator()(float a, float b) const {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
   }
 };
 
-/// What a thread, and then the block, knows of a row after one look.
-struct Bounds {
-  float max = -INFINITY;
-  int id = INT_MAX;  // the lowest that holds the maximum
-  bool nan = false;
-  float sums[2] = {0.f, 0.f};  // of weights below `max`, at two temperatures
+__device__ __forceinline__ float max_of(const float (&v)[kBatch][kGroup]) {
+  float max = v[0][0];
+#pragma unroll
+  for (int i = 1; i < kBatch * kGroup; ++i) max = MaxOrNan{}(max, v[i / kGroup][i % kGroup]);
+  return max;
+}
 
-  /// The next group by rising id; sums[i] is kept when inverse[i] > 0.
-  __device__ __forceinline__ void add(int64_t begin, const float (&v)[kGroup], const float (&inverse)[2]) {
-    float larger = max;
+/// A segment while its warp looks at it.
+struct Running {
+  float max = -INFINITY;  // of the warp
+  float sum = 0.f;        // of this lane
+
+  /// The next chunk, whose maximum over the warp is `chunk_max`; no sum is kept when `scale` is 0.
+  __device__ __forceinline__ void add(const float (&v)[kBatch][kGroup], float chunk_max, float scale) {
+    const float before = max;
+    max = MaxOrNan{}(max, chunk_max);
+    if (!(scale > 0.f) || max == -INFINITY) return;
+    if (max == INFINITY) {
+      if (before != INFINITY) sum = 0.f;
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      nan = nan || v[j] != v[j];
-      if (v[j] > larger) {
-        larger = v[j];
-        id = static_cast<int>(begin + j);
-      }
+      for (int i = 0; i < kBatch * kGroup; ++i) sum += v[i / kGroup][i % kGroup] == INFINITY ? 1.f : 0.f;
+      return;
     }
+    if (before > -INFINITY) sum *= exp2_of((before - max) * scale);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (!(inverse[i] > 0.f)) continue;
-      if (larger > max) sums[i] *= expf((max - larger) * inverse[i]);
-      if (larger == -INFINITY) continue;
-      const Softmax softmax{larger, inverse[i]};
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) sums[i] += weight_of(v[j], softmax);
-    }
-    max = larger;
+    for (int i = 0; i < kBatch * kGroup; ++i) sum += exp2_of((v[i / kGroup][i % kGroup] - max) * scale);
   }
+
+  __device__ __forceinline__ void store(SegmentStats& stats, int segment) const {
+    const float all = warp_reduce<Sum>(sum);
+    if (lane_id() == 0) stats.max[segment] = max, stats.sum[segment] = all;
+  }
+};
+
+/// What a thread knows of the row: its segment, and the largest logit of those that lanes of its number looked at, a note.
+struct Seen {
+  float max = -INFINITY, sum = 0.f, note = -INFINITY;
 };
 
 struct RowBounds {
   float max;
-  int id;
   bool nan;
-  double sums[2];
+  double weight, before, total;  // of this thread's segment, of those before it, of all: against the row's maximum
 };
 
-__device__ __forceinline__ RowBounds combine(const Bounds& b, const float (&inverse)[2], Shared& s) {
+__device__ __forceinline__ RowBounds combine(const Seen& seen, float scale, Shared& s) {
   RowBounds row;
-  row.nan = __syncthreads_or(b.nan) != 0;
-  row.max = block_max(b.max, s);
-  row.id = block_min(b.max == row.max ? b.id : INT_MAX, s);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    row.sums[i] = 0;
-    if (inverse[i] > 0.f) {
-      const Softmax softmax{row.max, inverse[i]};
-      row.sums[i] = block_sum(b.max > -INFINITY ? double{b.sums[i]} * weight_of(b.max, softmax) : 0., s);
-    }
+  row.nan = __syncthreads_or(seen.max != seen.max) != 0;
+  row.max = block_max(seen.max, s);
+  row.weight = row.before = row.total = 0;
+  if (scale > 0.f) {
+    if (seen.max > -INFINITY) row.weight = double{seen.sum} * weight_of(seen.max, {row.max, scale});
+    row.before = sum_before(row.weight, row.total, s);
   }
   return row;
 }
@@ -233,8 +303,8 @@ __device__ __forceinline__ RowBounds combine(const Bounds& b, const float (&inve
 // ---- the short list
 
 /// A threshold that at least `notes` threads have seen a logit at or above; -inf when not so many have seen one.
-__device__ __forceinline__ float threshold_of(float seen, int notes, float max) {
-  uint32_t low = key_of(-INFINITY), high = key_of(max);
+__device__ __forceinline__ float threshold_of(float seen, int notes, float max, Shared& s) {
+  uint32_t low = key_of(-block_max(-seen, s)), high = key_of(max);  // all have seen the lowest note
   while (low < high) {
     const uint32_t middle = low + (high - low + 1) / 2;
     const int count = __syncthreads_count(seen >= value_of(middle));
@@ -257,13 +327,14 @@ __device__ __forceinline__ float logit_of(uint64_t falling) {
 }
 
 /// Lists the tokens with logit >= threshold, in any order, -inf only if asked; returns how many there are, which may be more
-/// than the list holds.
+/// than the list holds. Segments whose maximum is below are not looked at again.
 template <class T>
-__device__ __forceinline__ int collect(const RowOfLogits<T>& row, float threshold, bool minus_infinity,
-                                       Shared& s) {
+__device__ __forceinline__ int collect(const RowOfLogits<T>& row, const SegmentStats& stats, float threshold,
+                                       bool minus_infinity, Shared& s) {
   if (threadIdx.x == 0) s.count = 0;
   __syncthreads();
-  row.for_each([&](float logit, int id) {
+  const auto may_hold = [&](int segment) { return stats.max[segment] >= threshold; };
+  row.for_each_in(may_hold, [&](float logit, int id) {
     if (!(logit >= threshold) || (logit == -INFINITY && !minus_infinity)) return;
     const int at = atomicAdd(&s.count, 1);
     if (at < kShortList) s.list[at] = falling_item(logit, id);
@@ -272,8 +343,35 @@ __device__ __forceinline__ int collect(const RowOfLogits<T>& row, float threshol
   return s.count;
 }
 
+/// As sort_list, up to kFew items: a warp counts the smaller ones of an item. No two are equal.
+__device__ __forceinline__ void sort_few(int count, Shared& s) {
+  uint64_t item[kFew / kWarps];
+  int rank[kFew / kWarps];
+#pragma unroll
+  for (int j = 0; j < kFew / kWarps; ++j) {
+    const int i = warp_id() + j * kWarps;
+    if (i >= count) continue;
+    item[j] = s.list[i];
+    rank[j] = 0;
+    for (int first = 0; first < count; first += 32) {
+      const bool smaller = first + lane_id() < count && s.list[first + lane_id()] < item[j];
+      rank[j] += __popc(__ballot_sync(kAllLanes, smaller));
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kFew / kWarps; ++j) {
+    if (warp_id() + j * kWarps < count && lane_id() == 0) s.list[rank[j]] = item[j];
+  }
+  __syncthreads();
+}
+
 /// Sorts the first `count` items, rising.
 __device__ __forceinline__ void sort_list(int count, Shared& s) {
+  if (count <= kFew) {
+    __syncthreads();
+    return sort_few(count, s);
+  }
   int size = 2;
   while (size < count) size *= 2;
   for (int i = count + threadIdx.x; i < size; i += kThreads) s.list[i] = ~uint64_t{0};
@@ -299,6 +397,7 @@ struct Filters {
   int top_k;  // 0: all
   float top_p, min_p;
   double u;
+  __device__ __forceinline__ bool is_free() const { return top_k == 0 && !(top_p < 1.f) && !(min_p > 0.f); }
 };
 
 /// Draws from the list of `count` items, which holds all tokens down to some logit. -1: the list ends before top_p does.
@@ -357,108 +456,120 @@ __device__ __forceinline__ int draw_from_list(int count, bool complete, const Fi
 
 // ---- the whole row
 
-/// The first token, by rising id, whose running sum of weight(logit, id) exceeds `target`, or u * the total when
-/// of_total; the last of positive weight when none does.
+/// The first token of segment `i`, by rising id, whose running sum of weight(logit, id) from `before` on exceeds
+/// `target`; the last of positive weight when none does, 0 when there is none. For one warp.
 template <class T, class Weight>
-__device__ __forceinline__ int locate(const RowOfLogits<T>& row, Weight&& weight, double target,
-                                      bool of_total, Shared& s) {
-  const int64_t steps = (row.vocab + kSegmentStep - 1) / kSegmentStep;
-  const int64_t length = (steps + kMostSegments - 1) / kMostSegments * kSegmentStep;
-  const int segments = static_cast<int>((row.vocab + length - 1) / length);
-  const int lane = lane_id();
-  for (int segment = warp_id(); segment < segments; segment += kWarps) {
-    const int64_t begin = segment * length, end = min(begin + length, row.vocab);
-    double sum = 0;
-    for (int64_t first = begin + lane * kGroup; first < end; first += kSegmentStep) {
-      float v[kBatch][kGroup];
+__device__ __forceinline__ int walk(const RowOfLogits<T>& row, Weight&& weight, int i, double before,
+                                    double target) {
+  // The access first: the first whose sum reaches the target, else the last that weighs anything.
+  const int64_t end = row.end_of(i);
+  int64_t chosen = i * row.segments.length;
+  double before_chosen = before;
+  bool reached = false;
+  for (int64_t begin = chosen; begin < end && !reached; begin += kChunk) {
+    float v[kBatch][kGroup];
+    row.load_chunk(begin, end, v);
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (first + b * 32 * kGroup < end) row.load(first + b * 32 * kGroup, v[b]);
-      }
-      float some = 0.f;
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j) {
-          const int64_t id = first + b * 32 * kGroup + j;
-          if (id < end) some += weight(v[b][j], static_cast<int>(id));
-        }
-      }
-      sum += some;
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) s.sums[segment] = sum;
-  }
-  __syncthreads();
-  if (warp_id() == 0) {
-    // 32 segments per lane.
-    constexpr int kPerLane = kMostSegments / 32;
-    double own = 0;
-    for (int i = 0; i < kPerLane; ++i) {
-      const int segment = lane * kPerLane + i;
-      if (segment < segments) own += s.sums[segment];
-    }
-    const double inclusive = warp_scan(own);
-    if (of_total) target *= __shfl_sync(kAllLanes, inclusive, 31);
-    double running = __shfl_up_sync(kAllLanes, inclusive, 1);
-    if (lane == 0) running = 0;
-    int hit = INT_MAX, last = -1;
-    double before_hit = 0, before_last = 0;
-    for (int i = 0; i < kPerLane; ++i) {
-      const int segment = lane * kPerLane + i;
-      if (segment >= segments || !(s.sums[segment] > 0)) continue;
-      last = segment;
-      before_last = running;
-      running += s.sums[segment];
-      if (running > target && hit == INT_MAX) {
-        hit = segment;
-        before_hit = before_last;
-      }
-    }
-    int chosen = __reduce_min_sync(kAllLanes, hit);
-    double before = 0;
-    if (chosen != INT_MAX) {
-      before = __shfl_sync(kAllLanes, before_hit, chosen / kPerLane);
-    } else {
-      chosen = max(__reduce_max_sync(kAllLanes, last), 0);
-      before = __shfl_sync(kAllLanes, before_last, chosen / kPerLane);
-    }
-    const int64_t begin = chosen * length, end = min(begin + length, row.vocab);
-    int found = INT_MAX, last_id = -1;
-    for (int64_t step = begin; step < end && found == INT_MAX; step += 32 * kGroup) {
-      const int64_t first = step + lane * kGroup;
-      float w[kGroup] = {};
-      if (first < end) {
-        float v[kGroup];
-        row.load(first, v);
-#pragma unroll
-        for (int j = 0; j < kGroup; ++j)
-          w[j] = first + j < end ? weight(v[j], static_cast<int>(first + j)) : 0.f;
-      }
+    for (int b = 0; b < kBatch; ++b) {
+      const int64_t first = begin + b * kStep + lane_id() * kGroup;
       double sum = 0;
 #pragma unroll
-      for (int j = 0; j < kGroup; ++j) sum += w[j];
-      const double scanned = warp_scan(sum);
-      double at = __shfl_up_sync(kAllLanes, scanned, 1);
-      at = before + (lane == 0 ? 0 : at);
-      int mine = INT_MAX, positive = -1;
-#pragma unroll
       for (int j = 0; j < kGroup; ++j) {
-        if (!(w[j] > 0.f)) continue;
-        at += w[j];
-        positive = static_cast<int>(first + j);
-        if (at > target && mine == INT_MAX) mine = positive;
+        if (first + j < end) sum += weight(v[b][j], static_cast<int>(first + j));
       }
-      found = __reduce_min_sync(kAllLanes, mine);
-      last_id = max(last_id, __reduce_max_sync(kAllLanes, positive));
-      before += __shfl_sync(kAllLanes, scanned, 31);
+      sum = warp_sum(sum);
+      if (reached || !(sum > 0)) continue;
+      chosen = begin + b * kStep;
+      before_chosen = before;
+      before += sum;
+      reached = before > target;
     }
-    if (lane == 0) s.found = found != INT_MAX ? found : max(last_id, 0);
+  }
+  const int64_t first = chosen + lane_id() * kGroup;
+  float w[kGroup] = {};
+  double sum = 0;
+  if (first < end) {
+    float v[kGroup];
+    row.load(first, v);
+#pragma unroll
+    for (int j = 0; j < kGroup; ++j) {
+      w[j] = first + j < end ? weight(v[j], static_cast<int>(first + j)) : 0.f;
+      sum += w[j];
+    }
+  }
+  const double scanned = warp_scan(sum);
+  double at = __shfl_up_sync(kAllLanes, scanned, 1);
+  at = before_chosen + (lane_id() == 0 ? 0 : at);
+  int mine = INT_MAX, positive = 0;
+#pragma unroll
+  for (int j = 0; j < kGroup; ++j) {
+    if (!(w[j] > 0.f)) continue;
+    at += w[j];
+    positive = static_cast<int>(first + j);
+    if (at > target && mine == INT_MAX) mine = positive;
+  }
+  mine = __reduce_min_sync(kAllLanes, mine);
+  const int last = __reduce_max_sync(kAllLanes, positive);
+  return mine != INT_MAX ? mine : last;
+}
+
+/// The segment of the draw: `segment_weight` is that of this thread's segment, `before` the sum of those before it.
+template <class T, class Weight>
+__device__ __forceinline__ int locate_in(const RowOfLogits<T>& row, Weight&& weight, double segment_weight,
+                                         double before, double target, Shared& s) {
+  const int mine = static_cast<int>(threadIdx.x);
+  const bool reaches = segment_weight > 0 && before + segment_weight > target;
+  int chosen = block_min(reaches ? mine : INT_MAX, s);
+  // Rounding may leave the last sum below the target: then the last segment that weighs anything.
+  if (chosen == INT_MAX) chosen = -block_min(segment_weight > 0 ? -mine : 0, s);
+  if (chosen / 32 == warp_id()) {
+    const int found = walk(row, weight, chosen, __shfl_sync(kAllLanes, before, chosen % 32), target);
+    if (lane_id() == 0) s.found = found;
   }
   __syncthreads();
   const int found = s.found;
   __syncthreads();
   return found;
+}
+
+/// The first token, by rising id, whose running sum of weight(logit, id) exceeds `target`, or u * the total when
+/// of_total; the last of positive weight when none does.
+template <class T, class Weight>
+__device__ __forceinline__ int locate(const RowOfLogits<T>& row, Weight&& weight, double target,
+                                      bool of_total, Shared& s) {
+  for (int i = warp_id(); i < row.segments.count; i += kWarps) {
+    const int64_t end = row.end_of(i);
+    double sum = 0;
+    for (int64_t first = i * row.segments.length + lane_id() * kGroup; first < end; first += kStep) {
+      float v[kGroup];
+      row.load(first, v);
+      float some = 0.f;
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) {
+        if (first + j < end) some += weight(v[j], static_cast<int>(first + j));
+      }
+      sum += some;
+    }
+    sum = warp_sum(sum);
+    if (lane_id() == 0) s.sums[i] = sum;
+  }
+  __syncthreads();
+  const double own = static_cast<int>(threadIdx.x) < row.segments.count ? s.sums[threadIdx.x] : 0;
+  double total;
+  const double before = sum_before(own, total, s);
+  return locate_in(row, weight, own, before, of_total ? target * total : target, s);
+}
+
+/// The lowest id with the row's largest logit. `seen` is the largest logit of this thread's segment.
+template <class T>
+__device__ __forceinline__ int largest(const RowOfLogits<T>& row, float seen, float max, Shared& s) {
+  const int chosen = block_min(seen == max ? static_cast<int>(threadIdx.x) : INT_MAX, s);
+  int id = INT_MAX;
+  const auto is_chosen = [&](int segment) { return segment == chosen; };
+  row.for_each_in(is_chosen, [&](float logit, int i) {
+    if (logit == max) id = min(id, i);
+  });
+  return block_min(id, s);
 }
 
 /// The last token kept, in falling order: larger logits are, and of its equals those up to `id`.
@@ -516,18 +627,22 @@ __device__ __forceinline__ Cut cut_row(const RowOfLogits<T>& row, Measure&& meas
   return cut;
 }
 
-/// A token of the row. `seen` is the largest logit that this thread saw, `total` the sum of all weights if only top_p cuts.
+/// A token of the row, of which `bounds` knows the weights unless top_k or min_p cut; `seen` is this thread's note.
 template <class T>
-__device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f, float seen, double total,
-                                    Shared& s) {
+__device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f, float seen,
+                                    const RowBounds& bounds, Shared& s) {
+  if (f.is_free()) {
+    const auto weight = [&](float l, int) { return weight_of(l, f.softmax); };
+    return locate_in(row, weight, bounds.weight, bounds.before, f.u * bounds.total, s);
+  }
   Cut cut;
   if (f.top_k > 0 || f.top_p < 1.f) {
     const int notes = f.top_k > 0 ? min(f.top_k, kMostNotes) : kMostNotes;
-    const float threshold = threshold_of(seen, notes, f.softmax.max);
-    const int count = collect(row, threshold, false, s);
+    const float threshold = threshold_of(seen, notes, f.softmax.max, s);
+    const int count = collect(row, s.drawn, threshold, false, s);
     const bool complete = threshold == -INFINITY;  // of all tokens that could be drawn
     if (count <= kShortList && (complete || f.top_k == 0 || count >= f.top_k)) {
-      const int id = draw_from_list(count, complete, f, total, s);
+      const int id = draw_from_list(count, complete, f, bounds.total, s);
       if (id >= 0) return id;
     }
     if (f.top_k > 0) {
@@ -554,8 +669,8 @@ template <class T, class Write>
 __device__ __forceinline__ void list_largest(const RowOfLogits<T>& row, int64_t wanted, float seen, float max,
                                              Write&& write, Shared& s) {
   if (wanted <= kMostNotes) {
-    const float threshold = threshold_of(seen, static_cast<int>(wanted), max);
-    const int count = collect(row, threshold, true, s);
+    const float threshold = threshold_of(seen, static_cast<int>(wanted), max, s);
+    const int count = collect(row, s.given, threshold, true, s);
     if (count <= kShortList) {
       sort_list(count, s);
       for (int64_t i = threadIdx.x; i < wanted; i += kThreads) {

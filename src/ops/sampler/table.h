@@ -19,7 +19,7 @@ inline constexpr Need kSamplerCudaNeeds[] = {{"compute_capability", Need::at_lea
 inline constexpr Row<SamplerArgs> kSamplerRows[] = {
 #if VIVACE_CUDA
     {"cuda.select", Device::cuda, kSamplerCudaNeeds, sampler_cuda,
-     "a block per row, a short list instead of a sort", sampler_cuda_workspace_bytes},
+     "a block or a cluster per row, a short list instead of a sort", sampler_cuda_workspace_bytes},
 #endif
     {"cpu.simd",
      Device::cpu,
