@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "src/device/find.h"
 #include "src/device/mma.h"
 #include "src/device/number.h"
 #include "src/device/ptx.h"
@@ -141,45 +142,21 @@ __device__ __forceinline__ bool find_tile(const Problem& p, int64_t tile, TileRo
     out = TileRows{0, tile * kM, p.rows};
     return out.row < p.rows;
   }
-  __shared__ int warp_tiles[kThreads / 32];
-  __shared__ TileRows found;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int64_t before_chunk = 0;
-  for (int64_t first = 0; first < p.groups; first += kThreads) {
-    const int64_t group = first + threadIdx.x;
-    int64_t begin = 0, end = 0;
-    if (group < p.groups) {
-      const int64_t start = p.group_start[group];
-      end = min(start + int64_t{p.group_rows[group]}, p.rows);
-      begin = max(start, int64_t{0});
-    }
-    const int tiles = end > begin ? static_cast<int>((end - begin + kM - 1) / kM) : 0;
-    int inclusive = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (lane >= step) inclusive += below;
-    }
-    if (lane == 31) warp_tiles[warp] = inclusive;
-    __syncthreads();
-    int before = 0, all = 0;
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) {
-      if (w < warp) before += warp_tiles[w];
-      all += warp_tiles[w];
-    }
-    const int64_t mine = before_chunk + before + inclusive - tiles;
-    if (tile >= mine && tile < mine + tiles) {
-      found = TileRows{static_cast<int32_t>(group), begin + (tile - mine) * kM, end};
-    }
-    before_chunk += all;
-    __syncthreads();
-    if (tile < before_chunk) {
-      out = found;
-      return true;
-    }
-  }
-  return false;
+  const auto rows_of = [&](int64_t group) {
+    const int64_t start = p.group_start[group];
+    const int64_t end = min(start + int64_t{p.group_rows[group]}, p.rows);
+    return TileRows{static_cast<int32_t>(group), max(start, int64_t{0}), end};
+  };
+  __shared__ device::FindMemory<kThreads> memory;
+  device::FoundItem found;
+  const auto tiles_of = [&](int64_t group) {
+    const TileRows all = rows_of(group);
+    return all.end > all.row ? (all.end - all.row + kM - 1) / kM : int64_t{0};
+  };
+  if (!device::find_item<kThreads>(p.groups, tile, tiles_of, memory, found)) return false;
+  out = rows_of(found.part);
+  out.row += found.place * kM;
+  return true;
 }
 
 /// Stores the first `count` of a run at element `offset` of y.
