@@ -195,6 +195,17 @@ TEST(Linear, BatchInvariantRowsGiveATokenTheSameBits) {
                    false,
                    DType::fp8_e4m3,
                    DType::f32,
+                   Fp8Scaling::block},
+        LinearCase{"bf16, wide", 250, 72, {{DType::bf16, 6280}}, false, false, DType::bf16},
+        LinearCase{"fp8, wide", 250, 144, {{DType::fp8_e4m3, 6280}}, false, false, DType::fp8_e4m3},
+        LinearCase{"fp8 blocks, wide",
+                   250,
+                   144,
+                   {{DType::fp8_e4m3, 6280}},
+                   false,
+                   false,
+                   DType::fp8_e4m3,
+                   DType::f32,
                    Fp8Scaling::block}}) {
     SCOPED_TRACE(c.name);
     LinearProblem shapes(c, 6);
@@ -205,7 +216,7 @@ TEST(Linear, BatchInvariantRowsGiveATokenTheSameBits) {
         SCOPED_TRACE(row.name);
         LinearProblem all(c, 6), few(c, 6);
         ASSERT_OK(row.run(all.args, stream));
-        for (const int64_t count : {1, 20, 200}) {
+        for (const int64_t count : {1, 20, 64, 65, 150, 200}) {
           LinearArgs args = few.args;
           const int64_t t = 37;
           args.x = few.args.x.rows(t, count);

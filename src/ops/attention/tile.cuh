@@ -33,10 +33,11 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr float kNoKeys = -INFINITY;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
-/// k or v: strides in bytes.
+/// k or v. Steps count 16 bytes, so that an offset is a product of 32-bit numbers; the stride of heads counts bytes.
 struct Cache {
   const char* data;
-  int64_t page_stride, token_stride, head_stride;
+  uint32_t page_step, token_step;
+  int64_t head_stride;
 };
 
 struct Params {
@@ -223,18 +224,19 @@ __device__ __forceinline__ void copy_4_async(void* destination, const void* sour
                : "memory");
 }
 
-/// Places of the keys of block `block`: page and offset in it; page -1 for keys outside [from, to) and pages that do
-/// not exist. Slots are a ring, `index` counts blocks.
-template <class T>
-__device__ __forceinline__ void find_slots(const Params& p, const Job& job, int index, int block, int from,
-                                           int to, char* smem) {
-  if (threadIdx.x >= kBlockKeys) return;
+/// Where this thread's key of block `block` is: page and offset in it; page -1 for keys outside [from, to).
+__device__ __forceinline__ int2 find_slot(const Params& p, const Job& job, int block, int from, int to) {
   const int key = block * kBlockKeys + static_cast<int>(threadIdx.x);
-  int2 slot{-1, 0};
-  if (key >= from && key < to) {
-    const int entry = key / p.page_tokens, page = job.request.table[entry];
-    if (page >= 0 && page < p.pages) slot = int2{page, key - entry * p.page_tokens};
-  }
+  if (threadIdx.x >= kBlockKeys || key < from || key >= to) return int2{-1, 0};
+  const int entry = key / p.page_tokens;
+  return int2{job.request.table[entry], key - entry * p.page_tokens};
+}
+
+/// Puts it where load_block finds it; page -1 for pages that do not exist. Slots are a ring, `index` counts blocks.
+template <class T>
+__device__ __forceinline__ void store_slot(const Params& p, int index, int2 slot, char* smem) {
+  if (threadIdx.x >= kBlockKeys) return;
+  if (slot.x < 0 || slot.x >= p.pages) slot = int2{-1, 0};
   reinterpret_cast<int2*>(smem + T::kSlotsAt)[index % T::kSlotBlocks * kBlockKeys + threadIdx.x] = slot;
 }
 
@@ -245,25 +247,31 @@ __device__ __forceinline__ void load_block(const Params& p, const Job& job, int 
   const int2* slots = reinterpret_cast<const int2*>(smem + T::kSlotsAt) + index % T::kSlotBlocks * kBlockKeys;
   const int stage = index % T::kStages;
   char* tiles = smem + stage * 2 * T::kRawTileBytes;
-  const char* k = p.k.data + job.head_kv * p.k.head_stride;
-  const char* v = p.v.data + job.head_kv * p.v.head_stride;
+  // A thread has one chunk of every kKeysAtOnce-th key.
+  constexpr int kKeysAtOnce = kThreads / kChunks;
+  const int first_key = static_cast<int>(threadIdx.x) / kChunks,
+            chunk = static_cast<int>(threadIdx.x) % kChunks;
   const int head_bytes = p.head_dim * static_cast<int>(sizeof(typename T::Raw));
+  const int chunk_bytes = min(16, max(0, head_bytes - chunk * 16)), part = chunk_bytes > 0 ? chunk * 16 : 0;
+  const char* k = p.k.data + job.head_kv * p.k.head_stride + part;
+  const char* v = p.v.data + job.head_kv * p.v.head_stride + part;
 #pragma unroll 4  // more would take registers that the sums need
-  for (int n = 0; n < kBlockKeys * kChunks / kThreads; ++n) {
-    const int i = n * kThreads + static_cast<int>(threadIdx.x), key = i / kChunks, chunk = i % kChunks;
+  for (int n = 0; n < kBlockKeys / kKeysAtOnce; ++n) {
+    const int key = first_key + n * kKeysAtOnce;
     const int2 slot = slots[key];
-    const int bytes = slot.x < 0 ? 0 : min(16, max(0, head_bytes - chunk * 16));
-    const int64_t page = bytes > 0 ? slot.x : 0, token = bytes > 0 ? slot.y : 0,
-                  part = bytes > 0 ? chunk * 16 : 0;
+    const int bytes = slot.x < 0 ? 0 : chunk_bytes;
+    const auto page = static_cast<uint32_t>(max(slot.x, 0)), token = static_cast<uint32_t>(slot.y);
+    const auto offset = [&](const Cache& cache) {
+      return (uint64_t{page} * cache.page_step + uint64_t{token} * cache.token_step) * 16;
+    };
     int at;
     if constexpr (T::kConverted) {
-      at = i * 16;
+      at = key * T::kRawRowBytes + chunk * 16;
     } else {
       at = device::swizzled<T::kRowBytes>(key, chunk);
     }
-    copy_part_async(tiles + at, k + page * p.k.page_stride + token * p.k.token_stride + part, bytes);
-    copy_part_async(tiles + T::kRawTileBytes + at,
-                    v + page * p.v.page_stride + token * p.v.token_stride + part, bytes);
+    copy_part_async(tiles + at, k + offset(p.k), bytes);
+    copy_part_async(tiles + T::kRawTileBytes + at, v + offset(p.v), bytes);
   }
   if (p.scaled_keys && threadIdx.x < kBlockKeys) {
     const int2 slot = slots[threadIdx.x];
@@ -301,18 +309,25 @@ __device__ __forceinline__ void convert_block(const char* raw, char* converted) 
 }
 
 /// The tile's queries as 16-bit numbers; zeros past head_dim and past the last row. `query_rows`: room, a multiple of
-/// 16.
+/// 16. They may come with the first block of keys.
 template <class T>
 __device__ __forceinline__ void load_queries(const Params& p, const Job& job, int query_rows, char* smem) {
   constexpr int kChunks = T::kHead / 8;
+  const bool as_they_are = p.q_type == DType::bf16 && p.q_vectors;
   for (int i = static_cast<int>(threadIdx.x); i < query_rows * kChunks; i += kThreads) {
     const int row = i / kChunks, d = i % kChunks * 8;
+    const bool there = row < job.rows && d < p.head_dim;
+    const int token = (job.row0 + row) / p.group, head = job.head_kv * p.group + (job.row0 + row) % p.group;
+    const int64_t at = (job.request.begin + token) * p.q_stride[0] + head * p.q_stride[1] + d;
+    char* to = smem + T::kQueriesAt + device::swizzled<T::kRowBytes>(row, d / 8);
+    if (as_they_are) {
+      copy_part_async(to, static_cast<const bf16*>(p.q) + (there ? at : 0), there ? 16 : 0);
+      continue;
+    }
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = 0.f;
-    if (row < job.rows && d < p.head_dim) {
-      const int token = (job.row0 + row) / p.group, head = job.head_kv * p.group + (job.row0 + row) % p.group;
-      const int64_t at = (job.request.begin + token) * p.q_stride[0] + head * p.q_stride[1] + d;
+    if (there) {
       const auto load = [&](const auto* q) {
         if (p.q_vectors) {
           device::load_floats(q + at, v);
@@ -326,7 +341,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const Job& job, in
     uint32_t* words = reinterpret_cast<uint32_t*>(&packed);
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[j] = device::pack<bf16>(v[2 * j], v[2 * j + 1]);
-    *reinterpret_cast<uint4*>(smem + T::kQueriesAt + device::swizzled<T::kRowBytes>(row, d / 8)) = packed;
+    *reinterpret_cast<uint4*>(to) = packed;
   }
 }
 
@@ -581,11 +596,15 @@ __device__ __forceinline__ void attend(const Params& p, const Job& job, const Wa
                                        int end, char* smem, State<T>& state) {
   state.clear();
   const int from = max(begin, job.first), to = min(end, job.last);
-  if (from >= to) return;
+  if (from >= to) {
+    device::commit_copies();
+    device::wait_for_copies<0>();  // of queries that are for nothing
+    return;
+  }
   const int first_block = from / kBlockKeys, blocks = (to - 1) / kBlockKeys + 1 - first_block;
   __syncthreads();  // nobody reads what an earlier call left in shared memory
   for (int i = 0; i < T::kStages && i < blocks; ++i)
-    find_slots<T>(p, job, i, first_block + i, from, to, smem);
+    store_slot<T>(p, i, find_slot(p, job, first_block + i, from, to), smem);
   __syncthreads();
   for (int i = 0; i < T::kStages - 1; ++i) {
     if (i < blocks) load_block<T>(p, job, i, smem);
@@ -596,9 +615,10 @@ __device__ __forceinline__ void attend(const Params& p, const Job& job, const Wa
     __syncthreads();  // the block is there for all, and the stage of the block before is free
     if (i + T::kStages - 1 < blocks) load_block<T>(p, job, i + T::kStages - 1, smem);
     device::commit_copies();
-    if (i + T::kStages < blocks) {
-      find_slots<T>(p, job, i + T::kStages, first_block + i + T::kStages, from, to, smem);
-    }
+    // Looked up here, stored after the products, which hide the wait.
+    const bool looks_ahead = i + T::kStages < blocks;
+    int2 ahead{-1, 0};
+    if (looks_ahead) ahead = find_slot(p, job, first_block + i + T::kStages, from, to);
     const int stage = i % T::kStages;
     char* k_tile = smem + stage * 2 * T::kRawTileBytes;
     if constexpr (T::kConverted) {
@@ -612,6 +632,7 @@ __device__ __forceinline__ void attend(const Params& p, const Job& job, const Wa
     const bool active = warp.first < keys.to && warp.last > keys.from;
     float scores[T::kM][8][4];
     if (active) multiply_keys<T>(smem + T::kQueriesAt, k_tile, scores);
+    if (looks_ahead) store_slot<T>(p, i + T::kStages, ahead, smem);
     bool marked = false;
     if (job.all_first > keys.from || job.all_last < keys.to) {  // some rows do not see some of these keys
       marked = __syncthreads_or(has_not_finite<T>(v_tile));
@@ -716,10 +737,11 @@ __device__ __forceinline__ void finish(const Params& p, const Job& job, const St
 
 // ---- Host
 
+/// The table of rows asks for strides of whole 16 bytes.
 inline Cache cache_of(const Tensor& t) {
   const int64_t element = info_of(t.dtype).block_bytes;
-  return {static_cast<const char*>(t.data), t.stride[0] * element, t.stride[1] * element,
-          t.stride[2] * element};
+  return {static_cast<const char*>(t.data), static_cast<uint32_t>(t.stride[0] * element / 16),
+          static_cast<uint32_t>(t.stride[1] * element / 16), t.stride[2] * element};
 }
 
 inline Params params_of(const AttentionArgs& args) {

@@ -2,6 +2,7 @@
 
 // The kernel of cuda.mma and its launch, apart from cuda.cu so that each type of K and V is a compilation of its own.
 
+#include "src/device/find.h"
 #include "src/device/launch.h"
 #include "src/ops/attention/tile.cuh"
 #include "vivace/attention_prefill.h"
@@ -12,6 +13,7 @@ struct PrefillParams {
   Params attention;
   int64_t split_tokens;  ///< 0: none
   int64_t most_rows;     ///< rows of a unit at most
+  int64_t tiles;         ///< of all requests and one KV head at most
 };
 
 /// Totals over groups of keys, in shared memory: element i of a thread lies at i * kThreads + thread, so that lanes are
@@ -76,15 +78,22 @@ __global__ __launch_bounds__(kThreads, T::kHead <= 128 ? 2 : 1) void attention_p
     const __grid_constant__ PrefillParams d) {
   extern __shared__ __align__(1024) char smem[];
   const Params& p = d.attention;
-  // The last tiles see the most keys; they go first, so that no long block is left for the end.
-  const int units = p.requests * p.heads_kv, unit = static_cast<int>(blockIdx.x % units);
-  const int64_t tile = gridDim.x / units - 1 - blockIdx.x / units, row0 = tile * T::kRows;
   device::wait_for_previous_kernel();
-  const Request request(p, unit / p.heads_kv);
-  const int64_t rows = min(int64_t{request.rows} * p.group, d.most_rows);
-  if (row0 >= rows) return;
-  const Job job(p, request, unit % p.heads_kv, static_cast<int>(row0),
-                static_cast<int>(min(int64_t{T::kRows}, rows - row0)));
+  const auto rows_of = [&](const Request& request) {
+    return min(int64_t{request.rows} * p.group, d.most_rows);
+  };
+  const auto tiles_of = [&](int64_t request) {
+    return (rows_of(Request(p, static_cast<int>(request))) + T::kRows - 1) / T::kRows;
+  };
+  // From the last tile of the last request to the first of the first: a request's last tiles see the most keys, so that no
+  // long block is left for the end.
+  auto& memory = *reinterpret_cast<device::FindMemory<kThreads>*>(smem);  // where keys come later
+  device::FoundItem tile;
+  if (!device::find_item(p.requests, d.tiles - 1 - blockIdx.x / p.heads_kv, tiles_of, memory, tile)) return;
+  const Request request(p, tile.part);
+  const int64_t row0 = tile.place * T::kRows;
+  const Job job(p, request, static_cast<int>(blockIdx.x % p.heads_kv), static_cast<int>(row0),
+                static_cast<int>(min(int64_t{T::kRows}, rows_of(request) - row0)));
   const WarpKeys warp = WarpKeys::of<T>(p, job);
   describe_rows<T>(p, job, smem);
   load_queries<T>(p, job, T::kRows, smem);
@@ -104,9 +113,12 @@ __global__ __launch_bounds__(kThreads, T::kHead <= 128 ? 2 : 1) void attention_p
 }
 
 template <class T>
-Status launch_prefill_tile(const PrefillParams& d, const Stream& stream) {
-  const int64_t tiles = (d.most_rows + T::kRows - 1) / T::kRows;
-  const int64_t blocks = tiles * d.attention.requests * d.attention.heads_kv;
+Status launch_prefill_tile(PrefillParams d, const Stream& stream) {
+  // Every request may end in a tile of its own. A request has at most most_rows rows, and all have those of q.
+  const Params& p = d.attention;
+  d.tiles = std::min(p.tokens * p.group / T::kRows + p.requests,
+                     (d.most_rows + T::kRows - 1) / T::kRows * p.requests);
+  const int64_t blocks = d.tiles * p.heads_kv;
   if (blocks > 0x7fffffff)
     return Status(Code::unsupported, "attention_prefill: the grid exceeds 2^31 - 1 blocks");
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(blocks)),

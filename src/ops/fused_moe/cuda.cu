@@ -107,11 +107,14 @@ __device__ __forceinline__ int block_sum(int v, int& before) {
 constexpr int kSlotsOfThread = 16;  // looked at together, so that their loads are under way together
 
 /// A block per expert: its first row is the number of pairs with a smaller expert, its rows follow the slots' order.
+/// kDense: ids without gaps between tokens, found without a division.
+template <bool kDense>
 __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__ IndexParams p) {
   wait_for_previous_kernel();
   const int expert = static_cast<int>(blockIdx.x);
   const auto id_of = [&](int slot) {
-    return slot < p.slots ? p.ids[int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k] : -1;
+    if (slot >= p.slots) return -1;
+    return p.ids[kDense ? int64_t{slot} : int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k];
   };
   int smaller = 0, equal = 0;
   for (int first = threadIdx.x; first < p.slots; first += kThreads * kSlotsOfThread) {
@@ -402,7 +405,8 @@ Status run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scr
     index.row_of_slot = s.row_of_slot;
     const LaunchShape shape{
         .grid = dim3(static_cast<unsigned>(experts)), .block = dim3(kThreads), .overlap_previous = true};
-    VIVACE_TRY(launch("fused_moe index", index_kernel, shape, stream, index));
+    const auto kernel = index.ids_stride == top_k ? index_kernel<true> : index_kernel<false>;
+    VIVACE_TRY(launch("fused_moe index", kernel, shape, stream, index));
     gemm::Problem groups;
     groups.a_index = s.token_of_row;
     groups.rows = tokens * top_k;

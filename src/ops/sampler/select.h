@@ -11,12 +11,12 @@
 namespace vivace::device::select {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kGroup = 8;                                  // neighbouring logits of one access of a lane
-constexpr int kBatch = 4;                                  // accesses that a lane has under way
+constexpr int kGroup = 8;                                    // neighbouring logits of one access of a lane
+constexpr int kBatch = 4;                                    // accesses that a lane has under way
 constexpr int kStep = 32 * kGroup, kChunk = kStep * kBatch;  // logits of a warp's access, and of its batch
-constexpr int kMostSegments = kThreads;                    // a thread per segment puts them together
-constexpr int kShortList = 2048;                           // tokens that fit the list
-constexpr int kFew = 128;                                  // tokens that are sorted by counting
+constexpr int kMostSegments = kThreads;                      // a thread per segment puts them together
+constexpr int kShortList = 2048;                             // tokens that fit the list
+constexpr int kFew = 128;                                    // tokens that are sorted by counting
 constexpr int kMostNotes = 512;  // notes that a threshold may rest on: with more the list would overflow
 constexpr int kWays = 8;         // of the search over a whole row
 constexpr uint32_t kAllLanes = 0xffffffffu;
@@ -198,7 +198,9 @@ struct RowOfLogits {
   }
 
   /// Where segment `i` ends.
-  __device__ __forceinline__ int64_t end_of(int i) const { return min((i + 1) * segments.length, vocab); }
+  __device__ __forceinline__ int64_t end_of(int i) const {
+    return min((i + 1) * segments.length, vocab);
+  }
 
   /// body(logit, id) for the tokens of this thread, in the segments for which use(i) holds for all of the warp.
   template <class Use, class Body>
@@ -226,7 +228,9 @@ struct RowOfLogits {
     const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
   }
-  static __device__ __forceinline__ void load_group(const bf16* p, float (&v)[kGroup]) { load_floats(p, v); }
+  static __device__ __forceinline__ void load_group(const bf16* p, float (&v)[kGroup]) {
+    load_floats(p, v);
+  }
 };
 
 __device__ __forceinline__ void store_group(const float (&v)[kGroup], float* p) {
@@ -285,7 +289,8 @@ struct Seen {
 struct RowBounds {
   float max;
   bool nan;
-  double weight, before, total;  // of this thread's segment, of those before it, of all: against the row's maximum
+  double weight, before,
+      total;  // of this thread's segment, of those before it, of all: against the row's maximum
 };
 
 __device__ __forceinline__ RowBounds combine(const Seen& seen, float scale, Shared& s) {
@@ -343,26 +348,18 @@ __device__ __forceinline__ int collect(const RowOfLogits<T>& row, const SegmentS
   return s.count;
 }
 
-/// As sort_list, up to kFew items: a warp counts the smaller ones of an item. No two are equal.
+/// As sort_list, up to kFew items: some neighbouring lanes count the smaller ones of an item. No two are equal.
 __device__ __forceinline__ void sort_few(int count, Shared& s) {
-  uint64_t item[kFew / kWarps];
-  int rank[kFew / kWarps];
+  constexpr int kLanes = kThreads / kFew;
+  static_assert(kLanes <= 32 && kThreads % kFew == 0, "the lanes of an item are of one warp");
+  const int i = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+  const uint64_t item = i < count ? s.list[i] : 0;
+  int rank = 0;
+  for (int other = lane; other < count; other += kLanes) rank += s.list[other] < item;
 #pragma unroll
-  for (int j = 0; j < kFew / kWarps; ++j) {
-    const int i = warp_id() + j * kWarps;
-    if (i >= count) continue;
-    item[j] = s.list[i];
-    rank[j] = 0;
-    for (int first = 0; first < count; first += 32) {
-      const bool smaller = first + lane_id() < count && s.list[first + lane_id()] < item[j];
-      rank[j] += __popc(__ballot_sync(kAllLanes, smaller));
-    }
-  }
+  for (int step = kLanes / 2; step > 0; step /= 2) rank += __shfl_xor_sync(kAllLanes, rank, step);
   __syncthreads();
-#pragma unroll
-  for (int j = 0; j < kFew / kWarps; ++j) {
-    if (warp_id() + j * kWarps < count && lane_id() == 0) s.list[rank[j]] = item[j];
-  }
+  if (i < count && lane == 0) s.list[rank] = item;
   __syncthreads();
 }
 
@@ -627,6 +624,28 @@ __device__ __forceinline__ Cut cut_row(const RowOfLogits<T>& row, Measure&& meas
   return cut;
 }
 
+/// As draw, by looks at the whole row. Out of line: it is rare, and would take registers from what is not.
+template <class T>
+__device__ __noinline__ int draw_from_row(RowOfLogits<T> row, Filters f, Shared& s) {
+  Cut cut;
+  if (f.top_k > 0) {
+    cut = cut_row(
+        row, [](float) { return 1.; }, cut, f.top_k, f.softmax.max, s);
+  }
+  if (f.top_p < 1.f) {
+    const auto mass = [&](float l) { return double{weight_of(l, f.softmax)}; };
+    double kept = 0;
+    row.for_each([&](float l, int id) { kept += cut.keeps(l, id) ? mass(l) : 0.; });
+    kept = block_sum(kept, s);
+    cut = cut_row(row, mass, cut, f.top_p * kept, f.softmax.max, s);
+  }
+  const auto weight = [&](float l, int id) {
+    const float w = weight_of(l, f.softmax);
+    return cut.keeps(l, id) && w >= f.min_p ? w : 0.f;
+  };
+  return locate(row, weight, f.u, true, s);
+}
+
 /// A token of the row, of which `bounds` knows the weights unless top_k or min_p cut; `seen` is this thread's note.
 template <class T>
 __device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f, float seen,
@@ -635,7 +654,6 @@ __device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f,
     const auto weight = [&](float l, int) { return weight_of(l, f.softmax); };
     return locate_in(row, weight, bounds.weight, bounds.before, f.u * bounds.total, s);
   }
-  Cut cut;
   if (f.top_k > 0 || f.top_p < 1.f) {
     const int notes = f.top_k > 0 ? min(f.top_k, kMostNotes) : kMostNotes;
     const float threshold = threshold_of(seen, notes, f.softmax.max, s);
@@ -645,23 +663,8 @@ __device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f,
       const int id = draw_from_list(count, complete, f, bounds.total, s);
       if (id >= 0) return id;
     }
-    if (f.top_k > 0) {
-      cut = cut_row(
-          row, [](float) { return 1.; }, cut, f.top_k, f.softmax.max, s);
-    }
-    if (f.top_p < 1.f) {
-      const auto mass = [&](float l) { return double{weight_of(l, f.softmax)}; };
-      double kept = 0;
-      row.for_each([&](float l, int id) { kept += cut.keeps(l, id) ? mass(l) : 0.; });
-      kept = block_sum(kept, s);
-      cut = cut_row(row, mass, cut, f.top_p * kept, f.softmax.max, s);
-    }
   }
-  const auto weight = [&](float l, int id) {
-    const float w = weight_of(l, f.softmax);
-    return cut.keeps(l, id) && w >= f.min_p ? w : 0.f;
-  };
-  return locate(row, weight, f.u, true, s);
+  return draw_from_row(row, f, s);
 }
 
 /// The `wanted` most likely tokens, in order: write(i, id, logit), with id -1 past the vocabulary.
