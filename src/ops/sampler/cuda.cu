@@ -100,8 +100,8 @@ __global__ __launch_bounds__(kThreads) void sampler_kernel(const __grid_constant
   const bool changes = valid && (penalised || bias_end > bias_begin || allowed != nullptr);
 
   const Segments segments(p.vocab);
-  const RowOfLogits<T> given{static_cast<const T*>(p.logits) + r * p.logits_stride, nullptr, p.vocab, p.wide,
-                             segments};
+  const RowOfLogits<T> given{static_cast<const T*>(p.logits) + r * p.logits_stride, nullptr,
+                             static_cast<uint32_t>(p.vocab), p.wide, segments};
   RowOfLogits<T> row = given;
   float* const copy = p.scratch + r * p.scratch_stride;
   const bool sums_given = p.logprobs != nullptr || p.top > 0;
@@ -115,7 +115,7 @@ __global__ __launch_bounds__(kThreads) void sampler_kernel(const __grid_constant
 
   // Eight logits as they are drawn from, once biases are in.
   const bool wide_counts = reinterpret_cast<uintptr_t>(counts) % sizeof(int4) == 0;
-  const auto change = [&](int64_t begin, float(&v)[kGroup]) {
+  const auto change = [&](uint32_t begin, float(&v)[kGroup]) {
     const uint32_t bans = allowed != nullptr ? ~(allowed[begin / 32] >> (begin % 32)) : 0u;
     const uint32_t prompts = penalised && prompt != nullptr ? prompt[begin / 32] >> (begin % 32) : 0u;
     int count[kGroup] = {};
@@ -158,9 +158,9 @@ __global__ __launch_bounds__(kThreads) void sampler_kernel(const __grid_constant
       row.changed = copy;
     }
     for (int i = block * kWarps + warp_id(); i < segments.count; i += blocks * kWarps) {
-      const int64_t end = row.end_of(i);
+      const uint32_t end = row.end_of(i);
       Running as_given, as_drawn;
-      for (int64_t begin = i * segments.length; begin < end; begin += kChunk) {
+      for (uint32_t begin = i * segments.length; begin < end; begin += kChunk) {
         float v[kBatch][kGroup];
         row.load_chunk(begin, end, v);
         float own_max = max_of(v), chunk_max = warp_reduce<MaxOrNan>(own_max);
@@ -171,7 +171,7 @@ __global__ __launch_bounds__(kThreads) void sampler_kernel(const __grid_constant
         if (changes) {
 #pragma unroll
           for (int b = 0; b < kBatch; ++b) {
-            const int64_t at = begin + b * kStep + lane_id() * kGroup;
+            const uint32_t at = begin + b * kStep + lane_id() * kGroup;
             if (at >= end) continue;
             if (last) change(at, v[b]);
             store_group(v[b], copy + at);
@@ -271,7 +271,8 @@ template <class T>
 bool has_clusters() {
   static const bool has = [] {
     cudaFuncAttributes attributes{};
-    return cudaFuncGetAttributes(&attributes, sampler_kernel<T>) == cudaSuccess && attributes.ptxVersion >= 90;
+    return cudaFuncGetAttributes(&attributes, sampler_kernel<T>) == cudaSuccess &&
+           attributes.ptxVersion >= 90;
   }();
   return has;
 }
@@ -284,7 +285,8 @@ Result<int> blocks_per_row(int64_t rows, int64_t vocab, const Stream& stream) {
   const device::DeviceGuard guard(stream.ordinal);
   int blocks = 1;
   if (info->major < 9 || !has_clusters<T>()) return blocks;
-  while (blocks < kMostBlocks && 2 * blocks * rows <= info->sms && blocks * kWarps * int64_t{kChunk} < vocab) {
+  while (blocks < kMostBlocks && 2 * blocks * rows <= info->sms &&
+         blocks * kWarps * int64_t{kChunk} < vocab) {
     blocks *= 2;
   }
   return blocks;
@@ -300,44 +302,43 @@ int64_t sampler_cuda_workspace_bytes(const SamplerArgs& args, const Stream&) {
 Status sampler_cuda(const SamplerArgs& args, const Stream& stream) {
   const int64_t rows = args.logits.shape[0], vocab = args.logits.shape[1];
   const Tensor& history = args.prompt_bits.present() ? args.prompt_bits : args.output_counts;
-  Params params{
-      .logits = args.logits.data,
-      .temperature = args.temperature.as<const float>(),
-      .top_p = args.top_p.as<const float>(),
-      .min_p = args.min_p.as<const float>(),
-      .repetition = args.repetition_penalty.as<const float>(),
-      .presence = args.presence_penalty.as<const float>(),
-      .frequency = args.frequency_penalty.as<const float>(),
-      .top_k = args.top_k.as<const int32_t>(),
-      .seed = args.seed.as<const int64_t>(),
-      .position = args.position.as<const int64_t>(),
-      .prompt_bits = args.prompt_bits.as<const uint32_t>(),
-      .output_counts = args.output_counts.as<int32_t>(),
-      .state = args.state.as<const int32_t>(),
-      .bias_start = args.bias_start.as<const int32_t>(),
-      .bias_ids = args.bias_ids.as<const int32_t>(),
-      .bias_values = args.bias_values.as<const float>(),
-      .allowed_bits = args.allowed_bits.as<const uint32_t>(),
-      .ids = args.ids.as<int32_t>(),
-      .valid = args.valid.as<uint8_t>(),
-      .logprobs = args.logprobs.as<float>(),
-      .top_ids = args.top_ids.as<int32_t>(),
-      .top_logprobs = args.top_logprobs.as<float>(),
-      .scratch = may_change(args) ? reinterpret_cast<float*>(first_line(args.workspace)) : nullptr,
-      .vocab = vocab,
-      .logits_stride = args.logits.stride[0],
-      .bits_stride = args.prompt_bits.stride[0],
-      .counts_stride = args.output_counts.stride[0],
-      .allowed_stride = args.allowed_bits.stride[0],
-      .top_ids_stride = args.top_ids.stride[0],
-      .top_logprobs_stride = args.top_logprobs.stride[0],
-      .scratch_stride = may_change(args) ? copy_stride(vocab) : 0,
-      .states = history.shape[0],
-      .entries = args.bias_ids.shape[0],
-      .top = args.top_ids.present() ? args.top_ids.shape[1] : 0,
-      .blocks_per_row = 1,
-      .count_ids = args.count_ids,
-      .wide = alignment_of(args.logits) % int64_t{sizeof(float4)} == 0};
+  Params params{.logits = args.logits.data,
+                .temperature = args.temperature.as<const float>(),
+                .top_p = args.top_p.as<const float>(),
+                .min_p = args.min_p.as<const float>(),
+                .repetition = args.repetition_penalty.as<const float>(),
+                .presence = args.presence_penalty.as<const float>(),
+                .frequency = args.frequency_penalty.as<const float>(),
+                .top_k = args.top_k.as<const int32_t>(),
+                .seed = args.seed.as<const int64_t>(),
+                .position = args.position.as<const int64_t>(),
+                .prompt_bits = args.prompt_bits.as<const uint32_t>(),
+                .output_counts = args.output_counts.as<int32_t>(),
+                .state = args.state.as<const int32_t>(),
+                .bias_start = args.bias_start.as<const int32_t>(),
+                .bias_ids = args.bias_ids.as<const int32_t>(),
+                .bias_values = args.bias_values.as<const float>(),
+                .allowed_bits = args.allowed_bits.as<const uint32_t>(),
+                .ids = args.ids.as<int32_t>(),
+                .valid = args.valid.as<uint8_t>(),
+                .logprobs = args.logprobs.as<float>(),
+                .top_ids = args.top_ids.as<int32_t>(),
+                .top_logprobs = args.top_logprobs.as<float>(),
+                .scratch = may_change(args) ? reinterpret_cast<float*>(first_line(args.workspace)) : nullptr,
+                .vocab = vocab,
+                .logits_stride = args.logits.stride[0],
+                .bits_stride = args.prompt_bits.stride[0],
+                .counts_stride = args.output_counts.stride[0],
+                .allowed_stride = args.allowed_bits.stride[0],
+                .top_ids_stride = args.top_ids.stride[0],
+                .top_logprobs_stride = args.top_logprobs.stride[0],
+                .scratch_stride = may_change(args) ? copy_stride(vocab) : 0,
+                .states = history.shape[0],
+                .entries = args.bias_ids.shape[0],
+                .top = args.top_ids.present() ? args.top_ids.shape[1] : 0,
+                .blocks_per_row = 1,
+                .count_ids = args.count_ids,
+                .wide = alignment_of(args.logits) % int64_t{sizeof(float4)} == 0};
   Status status;
   with_type<float, bf16>(args.logits.dtype, [&](auto type) {
     using T = decltype(type);

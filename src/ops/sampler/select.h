@@ -146,23 +146,24 @@ __device__ __forceinline__ float weight_of(float v, Softmax softmax) {
 /// How a row is cut, the same for every call with this vocabulary: warps look at whole segments. Each has up to a chunk
 /// of logits; the last thousands of a huge vocabulary have several, those of a small one a part, so that 32 warps work.
 struct Segments {
-  int64_t length;
+  uint32_t length;
   int count;
   __device__ __forceinline__ explicit Segments(int64_t vocab) {
     const int64_t steps = (vocab + kStep - 1) / kStep;
     const int64_t part = (steps + kWarps - 1) / kWarps;
     const int64_t chunks = (steps + int64_t{kMostSegments} * kBatch - 1) / (int64_t{kMostSegments} * kBatch);
-    length = part < kBatch ? part * kStep : chunks * kChunk;
+    length = static_cast<uint32_t>(part < kBatch ? part * kStep : chunks * kChunk);
     count = static_cast<int>((vocab + length - 1) / length);
   }
 };
 
-/// The logits of a row: as given, or the changed copy, which is padded with -inf to whole groups.
+/// The logits of a row: as given, or the changed copy, which is padded with -inf to whole groups. Places are 32-bit: a
+/// vocabulary is below 2^31, and registers are scarce.
 template <class T>
 struct RowOfLogits {
   const T* given;
   const float* changed;
-  int64_t vocab;
+  uint32_t vocab;
   bool wide;  // groups are aligned
   Segments segments;
 
@@ -171,7 +172,7 @@ struct RowOfLogits {
   }
 
   /// The group that begins at `begin`, a multiple of kGroup below vocab; -inf past the end.
-  __device__ __forceinline__ void load(int64_t begin, float (&v)[kGroup]) const {
+  __device__ __forceinline__ void load(uint32_t begin, float (&v)[kGroup]) const {
     if (changed != nullptr) {
       load_group(changed + begin, v);
     } else if (wide && begin + kGroup <= vocab) {
@@ -184,10 +185,10 @@ struct RowOfLogits {
 
   /// The chunk of a warp at `begin`: access b of a lane begins at begin + b * kStep + lane * kGroup; -inf from `end` on,
   /// which is a multiple of kStep or the end of the row.
-  __device__ __forceinline__ void load_chunk(int64_t begin, int64_t end, float (&v)[kBatch][kGroup]) const {
+  __device__ __forceinline__ void load_chunk(uint32_t begin, uint32_t end, float (&v)[kBatch][kGroup]) const {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int64_t first = begin + b * kStep + lane_id() * kGroup;
+      const uint32_t first = begin + b * kStep + lane_id() * kGroup;
       if (first < end) {
         load(first, v[b]);
       } else {
@@ -198,7 +199,7 @@ struct RowOfLogits {
   }
 
   /// Where segment `i` ends.
-  __device__ __forceinline__ int64_t end_of(int i) const {
+  __device__ __forceinline__ uint32_t end_of(int i) const {
     return min((i + 1) * segments.length, vocab);
   }
 
@@ -207,8 +208,8 @@ struct RowOfLogits {
   __device__ __forceinline__ void for_each_in(Use&& use, Body&& body) const {
     for (int i = warp_id(); i < segments.count; i += kWarps) {
       if (!use(i)) continue;
-      const int64_t end = end_of(i);
-      for (int64_t first = i * segments.length + lane_id() * kGroup; first < end; first += kStep) {
+      const uint32_t end = end_of(i);
+      for (uint32_t first = i * segments.length + lane_id() * kGroup; first < end; first += kStep) {
         float v[kGroup];
         load(first, v);
 #pragma unroll
@@ -459,16 +460,16 @@ template <class T, class Weight>
 __device__ __forceinline__ int walk(const RowOfLogits<T>& row, Weight&& weight, int i, double before,
                                     double target) {
   // The access first: the first whose sum reaches the target, else the last that weighs anything.
-  const int64_t end = row.end_of(i);
-  int64_t chosen = i * row.segments.length;
+  const uint32_t end = row.end_of(i);
+  uint32_t chosen = i * row.segments.length;
   double before_chosen = before;
   bool reached = false;
-  for (int64_t begin = chosen; begin < end && !reached; begin += kChunk) {
+  for (uint32_t begin = chosen; begin < end && !reached; begin += kChunk) {
     float v[kBatch][kGroup];
     row.load_chunk(begin, end, v);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int64_t first = begin + b * kStep + lane_id() * kGroup;
+      const uint32_t first = begin + b * kStep + lane_id() * kGroup;
       double sum = 0;
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) {
@@ -482,7 +483,7 @@ __device__ __forceinline__ int walk(const RowOfLogits<T>& row, Weight&& weight, 
       reached = before > target;
     }
   }
-  const int64_t first = chosen + lane_id() * kGroup;
+  const uint32_t first = chosen + lane_id() * kGroup;
   float w[kGroup] = {};
   double sum = 0;
   if (first < end) {
@@ -535,9 +536,9 @@ template <class T, class Weight>
 __device__ __forceinline__ int locate(const RowOfLogits<T>& row, Weight&& weight, double target,
                                       bool of_total, Shared& s) {
   for (int i = warp_id(); i < row.segments.count; i += kWarps) {
-    const int64_t end = row.end_of(i);
+    const uint32_t end = row.end_of(i);
     double sum = 0;
-    for (int64_t first = i * row.segments.length + lane_id() * kGroup; first < end; first += kStep) {
+    for (uint32_t first = i * row.segments.length + lane_id() * kGroup; first < end; first += kStep) {
       float v[kGroup];
       row.load(first, v);
       float some = 0.f;
