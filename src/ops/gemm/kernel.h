@@ -15,7 +15,6 @@
 // few, teams of a CTA multiply four blocks at once, and then add them up in the order of the chain: the same bits.
 
 #include <algorithm>
-#include <type_traits>
 
 #include "src/device/launch.h"
 #include "src/ops/gemm/tile.h"
@@ -23,16 +22,14 @@
 namespace vivace::gemm {
 
 template <class T, class E, bool kBlockScales, bool kGated>
-__global__ __launch_bounds__(T::kAllThreads,
-                             T::kCtasPerSm) void gemm_kernel(const __grid_constant__ Problem p,
-                                                             bool runs_aligned) {
+__global__ __launch_bounds__(T::kAllThreads, T::kCtasPerSm) void gemm_kernel(const __grid_constant__ Problem p,
+                                                                             bool pairs_aligned) {
   static_assert(T::kTeams == 1 || (kBlockScales && !kGated), "teams exchange blocks of k that have scales");
   extern __shared__ __align__(128) uint8_t stages[];
   constexpr int kK = kRowBytes / static_cast<int>(sizeof(E)),
                 kChunk = kChunkBytes / static_cast<int>(sizeof(E));
-  using Columns = gemm::Columns<T, kGated>;
-  constexpr int kMBlocks = T::kMBlocks, kNBlocks = T::kNBlocks, kMatrices = Columns::kMatrices;
-  constexpr int kColumns = T::kN / kMatrices;  // of y
+  constexpr int kMBlocks = T::kMBlocks, kNBlocks = T::kNBlocks;
+  constexpr int kColumns = kGated ? T::kN / 2 : T::kN;  // of y
   const int team = T::kTeams > 1 ? threadIdx.x / T::kThreads : 0;
   const unsigned thread = T::kTeams > 1 ? threadIdx.x % T::kThreads : threadIdx.x;
   const int warp = thread / 32, lane = thread % 32;
@@ -41,23 +38,18 @@ __global__ __launch_bounds__(T::kAllThreads,
   TileRows tile;
   if (!find_tile<T::kM, T::kAllThreads>(p, blockIdx.x, tile)) return;
 
-  // This thread's share of a stage: one chunk of these rows. A step of A counts 16 bytes.
+  // This thread's share of a stage: one chunk of these rows.
   const int copy_row = thread / kChunks, chunk = thread % kChunks;
-  const auto a_step = static_cast<uint32_t>(p.a_stride * sizeof(E) / kChunkBytes);
-  __shared__ uint32_t a_source[T::kM];  // rows of A; registers are scarce
-  for (int r = threadIdx.x; r < T::kM; r += T::kAllThreads) {
-    const int64_t row = min(tile.row + r, tile.end - 1);
-    a_source[r] = static_cast<uint32_t>(p.a_index != nullptr ? p.a_index[row] : row);
+  const E *a_rows[T::kACopies], *b_rows[T::kBCopies];  // null: zeros
+#pragma unroll
+  for (int i = 0; i < T::kACopies; ++i) {
+    const int64_t row = tile.row + copy_row + i * T::kRowsAtOnce;
+    a_rows[i] = nullptr;
+    if (row < tile.end) {
+      const int64_t source = p.a_index != nullptr ? p.a_index[row] : row;
+      a_rows[i] = static_cast<const E*>(p.a) + source * p.a_stride;
+    }
   }
-  __syncthreads();
-  const int tile_rows = static_cast<int>(min(tile.end - tile.row, int64_t{T::kM}));
-  // Rows of B that a thread copies are all of one matrix.
-  const int64_t b_row_bytes = p.b_stride * static_cast<int>(sizeof(E));
-  const int b_column = Columns::of_row(copy_row);
-  const uint8_t* const b_rows = static_cast<const uint8_t*>(kGated && copy_row / 8 % 2 == 1 ? p.b_up : p.b) +
-                                tile.group * p.b_group_stride * static_cast<int>(sizeof(E)) +
-                                b_column * b_row_bytes;
-  const int k_end = static_cast<int>(p.k), k_offset = static_cast<int>(p.k_offset);
   const int64_t first_column = int64_t{blockIdx.y} * kColumns, column_step = int64_t{gridDim.y} * kColumns;
   // At least one, so that y is written (with the bias) when k is 0.
   const int k_tiles = max(1, static_cast<int>((p.k + p.k_offset + kK - 1) / kK));
@@ -68,58 +60,64 @@ __global__ __launch_bounds__(T::kAllThreads,
   // Stages are filled in the order in which they are used: k by k, then the next tile of columns.
   int64_t fill_column = first_column;
   int fill_round = 0, fill_slot = 0;
-  // A part is what goes out beside one slice of the products. Nothing is read for a copy that is not valid: it stores zeros.
-  const auto fill_part = [&](int part) {
-    uint8_t* a = ring + fill_slot * T::kStageBytes + device::swizzled<kRowBytes>(copy_row, chunk);
-    uint8_t* b = a + T::kM * kRowBytes;
-    const int k = (fill_round * T::kTeams + team) * kK - k_offset + chunk * kChunk;
-    const int64_t k_bytes = int64_t{k} * static_cast<int>(sizeof(E));
-    const bool inside = k >= 0 && k < k_end && fill_column < p.n;
-    const int rows = inside ? tile_rows - copy_row : 0;
-    const int columns = inside ? static_cast<int>(min(p.n - fill_column, int64_t{kColumns})) - b_column : 0;
-    const uint8_t* a_k = static_cast<const uint8_t*>(p.a) + k_bytes;
-    const uint8_t* b_k = b_rows + k_bytes + fill_column * b_row_bytes;
-    constexpr int kCopies = T::kACopies + T::kBCopies;
-#pragma unroll
-    for (int copy = 0; copy < kCopies; ++copy) {
-      if (copy * kSlices / kCopies != part) continue;
-      if (copy < T::kACopies) {
-        const int step = copy * T::kRowsAtOnce;
-        device::copy_16_async(a + step * kRowBytes,
-                              a_k + uint64_t{a_source[copy_row + step]} * a_step * kChunkBytes, step < rows);
-      } else {
-        const int step = (copy - T::kACopies) * T::kRowsAtOnce;
-        device::copy_16_async(b + step * kRowBytes, b_k + Columns::of_row(step) * b_row_bytes,
-                              Columns::of_row(step) < columns);
-      }
-    }
-    if (part < kSlices - 1) return;
-    device::commit_copies();  // an empty group at the end keeps the count
-    if (++fill_round == rounds) {
-      fill_round = 0;
-      fill_column += column_step;
-    }
-    if (++fill_slot == T::kStages) fill_slot = 0;
-  };
   const auto fill_stage = [&] {
+    if (fill_column < p.n) {
+      if (fill_round == 0) {
 #pragma unroll
-    for (int part = 0; part < kSlices; ++part) fill_part(part);
+        for (int i = 0; i < T::kBCopies; ++i) {
+          // Gated: rows of gate and up alternate in blocks of 8, so that a lane holds both values of a column.
+          const int row = copy_row + i * T::kRowsAtOnce;
+          const int64_t column = fill_column + (kGated ? row / 16 * 8 + row % 8 : row);
+          const void* matrix = kGated && row / 8 % 2 == 1 ? p.b_up : p.b;
+          b_rows[i] = nullptr;
+          if (column < p.n) {
+            b_rows[i] = static_cast<const E*>(matrix) + tile.group * p.b_group_stride + column * p.b_stride;
+          }
+        }
+      }
+      uint8_t* a = ring + fill_slot * T::kStageBytes;
+      uint8_t* b = a + T::kM * kRowBytes;
+      const int64_t k = int64_t{fill_round * T::kTeams + team} * kK - p.k_offset + chunk * kChunk;
+      const bool inside = k >= 0 && k < p.k;
+#pragma unroll
+      for (int i = 0; i < T::kACopies; ++i) {
+        const bool valid = inside && a_rows[i] != nullptr;
+        const void* source = valid ? static_cast<const void*>(a_rows[i] + k) : p.a;
+        device::copy_16_async(a + device::swizzled<kRowBytes>(copy_row + i * T::kRowsAtOnce, chunk), source,
+                              valid);
+      }
+#pragma unroll
+      for (int i = 0; i < T::kBCopies; ++i) {
+        const bool valid = inside && b_rows[i] != nullptr;
+        const void* source = valid ? static_cast<const void*>(b_rows[i] + k) : p.b;
+        device::copy_16_async(b + device::swizzled<kRowBytes>(copy_row + i * T::kRowsAtOnce, chunk), source,
+                              valid);
+      }
+      if (++fill_round == rounds) {
+        fill_round = 0;
+        fill_column += column_step;
+      }
+      if (++fill_slot == T::kStages) fill_slot = 0;
+    }
+    device::commit_copies();  // an empty group at the end keeps the count
   };
 
   // Rows of y in this thread's accumulators, and where their scales begin.
   const auto row_of = [&](int block, int half) {
     return tile.row + warp_row + block * 16 + half * 8 + lane / 4;
   };
-  const auto a_scales_of = [&](int block, int half) {
-    const int64_t row = row_of(block, half);
-    int64_t source = row < tile.end ? row : tile.row;
-    if (p.a_index != nullptr) source = p.a_index[source];
-    return p.a_scale + source * p.a_scale_stride + tile.group * p.a_scale_group_stride;
-  };
-  const float* a_scales[kBlockScales ? kMBlocks : 1][2];
-  if constexpr (kBlockScales) {
+  const float* a_scales[kMBlocks][2];
+  if constexpr (sizeof(E) == 1) {
 #pragma unroll
-    for (int i = 0; i < kMBlocks; ++i) a_scales[i][0] = a_scales_of(i, 0), a_scales[i][1] = a_scales_of(i, 1);
+    for (int i = 0; i < kMBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = row_of(i, half);
+        int64_t source = row < tile.end ? row : tile.row;
+        if (p.a_index != nullptr) source = p.a_index[source];
+        a_scales[i][half] = p.a_scale + source * p.a_scale_stride + tile.group * p.a_scale_group_stride;
+      }
+    }
   }
   const bool idle = tile.row + warp_row >= tile.end;  // the last tile of a group: this warp only copies
   const float y_scale = p.y_scale != nullptr ? p.y_scale[tile.group * p.y_scale_group_stride] : 1.f;
@@ -129,15 +127,14 @@ __global__ __launch_bounds__(T::kAllThreads,
   int slot = 0;
   [[maybe_unused]] int buffer = 0;  // of what teams exchange
   for (int64_t tile_column = first_column; tile_column < p.n; tile_column += column_step) {
-    // A run of this lane, and the scale of its columns for a block of k; a run lies in one block of scales.
-    const auto column_of = [&](int run) {
-      return tile_column + Columns::of_row(warp_column) + run * 8 * Columns::kTogether +
-             lane % 4 * Columns::kRun;
+    const auto column_of = [&](int block) {
+      return tile_column + (kGated ? (warp_column / 16 + block / 2) * 8 : warp_column + block * 8);
     };
-    const auto b_scale_of = [&](int run, int matrix, int k_block) {
-      const int64_t column = column_of(run);
+    // The scale of 8 columns for a block of k; 8 columns lie in one block of scales.
+    const auto b_scale_of = [&](int block, int k_block) {
+      const int64_t column = column_of(block);
       if (column >= p.n) return 0.f;
-      const float* scales = matrix == 1 ? p.b_up_scale : p.b_scale;
+      const float* scales = kGated && block % 2 == 1 ? p.b_up_scale : p.b_scale;
       return scales[tile.group * p.b_scale_group_stride +
                     (column + p.n_offset) / kScaleBlock * p.b_scale_stride + k_block];
     };
@@ -151,7 +148,7 @@ __global__ __launch_bounds__(T::kAllThreads,
         for (int other = 0; other < T::kTeams; ++other) {
           const int k_tile = round * T::kTeams + other;
           const float* row_scales = team % 2 == 0 ? a_scales[0][0] : a_scales[0][1];
-          pair_scale[other] = k_tile < k_tiles ? row_scales[k_tile] * b_scale_of(team / 2, 0, k_tile) : 0.f;
+          pair_scale[other] = k_tile < k_tiles ? row_scales[k_tile] * b_scale_of(team / 2, k_tile) : 0.f;
         }
       }
       device::wait_for_copies<T::kStages - 2>();
@@ -161,18 +158,12 @@ __global__ __launch_bounds__(T::kAllThreads,
       } else {
         __syncthreads();
       }
+      fill_stage();
       const uint8_t* a = ring + slot * T::kStageBytes;
       const uint8_t* b = a + T::kM * kRowBytes;
       if (++slot == T::kStages) slot = 0;
-      const auto multiply = [&] {
-        if (idle) {
-          fill_stage();
-        } else {
-          multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc, fill_part);
-        }
-      };
       if constexpr (T::kTeams > 1) {
-        multiply();
+        if (!idle) multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
         // Pair i of a thread's values goes to the same thread of team i, which adds up the blocks in their order. The
         // buffer of this round is free: all have passed the barrier of the round before, so they have read what was in it.
         using Exchange = float2[T::kTeams][T::kTeams][T::kThreads];
@@ -193,79 +184,65 @@ __global__ __launch_bounds__(T::kAllThreads,
           pair_total[1] = fmaf(pair.y, pair_scale[other], pair_total[1]);
         }
       } else if constexpr (kBlockScales) {
-        float a_scale[kMBlocks][2], b_scale[Columns::kRuns][kMatrices];
+        float a_scale[kMBlocks][2], b_scale[kNBlocks];
 #pragma unroll
         for (int i = 0; i < kMBlocks; ++i)
           a_scale[i][0] = a_scales[i][0][round], a_scale[i][1] = a_scales[i][1][round];
 #pragma unroll
-        for (int run = 0; run < Columns::kRuns; ++run) {
-#pragma unroll
-          for (int matrix = 0; matrix < kMatrices; ++matrix)
-            b_scale[run][matrix] = b_scale_of(run, matrix, round);
-        }
-        multiply();
+        for (int j = 0; j < kNBlocks; ++j) b_scale[j] = b_scale_of(j, round);
+        if (!idle) multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
 #pragma unroll
         for (int i = 0; i < kMBlocks; ++i) {
 #pragma unroll
           for (int j = 0; j < kNBlocks; ++j) {
-            const float scale = b_scale[j / kMatrices / Columns::kTogether][j % kMatrices];
 #pragma unroll
             for (int v = 0; v < 4; ++v) {
-              total[i][j][v] = fmaf(acc[i][j][v], a_scale[i][v / 2] * scale, total[i][j][v]);
+              total[i][j][v] = fmaf(acc[i][j][v], a_scale[i][v / 2] * b_scale[j], total[i][j][v]);
               acc[i][j][v] = 0.f;
             }
           }
         }
       } else {
-        multiply();
+        if (!idle) multiply_stage<T, E>(a + warp_row * kRowBytes, b + warp_column * kRowBytes, lane, acc);
       }
     }
     if (tile_column + column_step >= p.n) device::let_next_kernel_start();
 
+    const auto value = [&](int i, int j, int v) {
+      if constexpr (T::kTeams > 1) {
+        return pair_total[v % 2];
+      } else if constexpr (kBlockScales) {
+        return total[i][j][v];
+      } else if constexpr (sizeof(E) == 1) {
+        return acc[i][j][v] * (a_scales[i][v / 2][0] * b_scale_of(j, 0));
+      } else {
+        return acc[i][j][v];
+      }
+    };
 #pragma unroll
     for (int i = 0; i < kMBlocks; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t row = row_of(i, half);
         if (row >= tile.end) continue;
-        float a_scale = 1.f;
-        if constexpr (sizeof(E) == 1 && !kBlockScales) a_scale = *a_scales_of(i, half);
 #pragma unroll
-        for (int run = 0; run < Columns::kRuns; ++run) {
-          if (T::kTeams > 1 && team != 2 * run + half) continue;
-          const int64_t column = column_of(run);
+        for (int j = 0; j < kNBlocks; j += kGated ? 2 : 1) {
+          if (T::kTeams > 1 && team != 2 * j + half) continue;
+          const int64_t column = column_of(j) + lane % 4 * 2;
           if (column >= p.n) continue;
-          float scale[kMatrices];
-          if constexpr (sizeof(E) == 1 && !kBlockScales) {
+          const bool second = column + 1 < p.n;
+          float v[2];
 #pragma unroll
-            for (int matrix = 0; matrix < kMatrices; ++matrix)
-              scale[matrix] = a_scale * b_scale_of(run, matrix, 0);
-          }
-          float v[Columns::kRun];
-#pragma unroll
-          for (int c = 0; c < Columns::kRun; ++c) {
-            const auto value = [&](int matrix) {
-              const int j = (run * Columns::kTogether + c / 2) * kMatrices + matrix, e = 2 * half + c % 2;
-              if constexpr (T::kTeams > 1) {
-                return pair_total[c % 2];
-              } else if constexpr (kBlockScales) {
-                return total[i][j][e];
-              } else if constexpr (sizeof(E) == 1) {
-                return acc[i][j][e] * scale[matrix];
-              } else {
-                return acc[i][j][e];
-              }
-            };
-            v[c] = value(0);
+          for (int c = 0; c < 2; ++c) {
+            v[c] = value(i, j, 2 * half + c);
             if constexpr (kGated) {
-              v[c] = v[c] / (1.f + expf(-v[c])) * value(1);
-            } else if (p.bias != nullptr && column + c < p.n) {
+              v[c] = v[c] / (1.f + expf(-v[c])) * value(i, j + 1, 2 * half + c);
+            } else if (p.bias != nullptr && (c == 0 || second)) {
               v[c] += device::load_any(p.bias_type, p.bias, column + c);
             }
             if (p.y_scale != nullptr) v[c] = __fdiv_rn(v[c], y_scale);
           }
-          store_run(p, runs_aligned, row * p.y_stride + column,
-                    static_cast<int>(min(p.n - column, int64_t{Columns::kRun})), v);
+          store_pair(p, pairs_aligned, row * p.y_stride + column, second, v[0], v[1]);
         }
       }
     }
@@ -285,32 +262,28 @@ Status run_tile(std::string_view name, const Problem& p, const Stream& stream) {
                           .block = dim3(T::kAllThreads),
                           .smem_bytes = T::kTeams * T::kRingBytes + T::kExchangeBytes,
                           .overlap_previous = true};
-  const auto start = [&](auto gated) {
-    constexpr bool kGated = decltype(gated)::value;
-    const int64_t element = info_of(p.y_type).block_bytes;
-    const int64_t run_bytes = std::min<int64_t>(16, Columns<T, kGated>::kRun * element);
-    const bool runs_aligned = reinterpret_cast<uintptr_t>(p.y) % static_cast<uintptr_t>(run_bytes) == 0 &&
-                              p.y_stride * element % run_bytes == 0;
-    return launch(name, gemm_kernel<T, E, kBlockScales, kGated>, shape, stream, p, runs_aligned);
-  };
+  const int64_t pair = p.y_type == DType::f32 ? 8 : 4;
+  const bool pairs_aligned =
+      reinterpret_cast<uintptr_t>(p.y) % static_cast<uintptr_t>(pair) == 0 && p.y_stride % 2 == 0;
+  auto kernel = gemm_kernel<T, E, kBlockScales, false>;
   if constexpr (T::kTeams == 1) {
-    if (p.gated) return start(std::true_type{});
+    if (p.gated) kernel = gemm_kernel<T, E, kBlockScales, true>;
   }
-  return start(std::false_type{});
+  return launch(name, kernel, shape, stream, p, pairs_aligned);
 }
 
 /// By rows per group, and whether large tiles are enough to go round. Bits are the same for all.
 template <class E, bool kBlockScales>
 Status run_any_tile(std::string_view name, const Problem& p, const Stream& stream) {
-  // Warps of 48 x 96 and 64 x 64 read shared memory for as long as they multiply; two sets of accumulators, for scales
-  // of blocks, leave room for half as many columns.
   using Few = Tile<16, 64, 1, 4, 6, 1>;
   using Some = Tile<64, 64, 2, 2, 4, kBlockScales ? 2 : 3>;
-  using More = std::conditional_t<kBlockScales, Tile<96, 128, 2, 4, 3, 1>, Tile<96, 192, 2, 2, 3, 2>>;
-  using Many = std::conditional_t<kBlockScales, Tile<128, 128, 2, 4, 3, 1>, Tile<128, 128, 2, 2, 3, 2>>;
+  using More = Tile<96, 128, 2, 4, 3, sizeof(E) == 1 ? 1 : 2>;  // fp8 operands take more than 128 registers
+  using Many = Tile<128, 128, 2, 4, 3, sizeof(E) == 1 ? 1 : 2>;
   constexpr int64_t kEnoughTiles = 100;  // close to one per SM of the GPUs this is for
-  const int64_t rows = p.rows / p.groups, columns = p.n * (p.gated ? 2 : 1);
-  const auto tiles = [&](int64_t tile) { return (p.rows + tile - 1) / tile * ((columns + tile - 1) / tile); };
+  const int64_t rows = p.rows / p.groups;
+  const auto tiles = [&](int64_t tile) {
+    return (p.rows + tile - 1) / tile * ((p.n * (p.gated ? 2 : 1) + tile - 1) / tile);
+  };
   if constexpr (kBlockScales) {
     using Teams = Tile<16, 32, 1, 2, 3, 2, 4>;
     if (!p.gated && p.groups == 1 && rows <= 64 && tiles(64) < kEnoughTiles) {
@@ -320,12 +293,9 @@ Status run_any_tile(std::string_view name, const Problem& p, const Stream& strea
   if (rows <= 16 || tiles(64) < kEnoughTiles / 2) return run_tile<Few, E, kBlockScales>(name, p, stream);
   const int64_t large = tiles(128);
   if (rows <= 96 || large < kEnoughTiles) return run_tile<Some, E, kBlockScales>(name, p, stream);
-  // Rows and columns of the last tile that are not there cost as much as those that are.
-  const auto computed = [&](auto tile) {
-    using T = decltype(tile);
-    return (rows + T::kM - 1) / T::kM * T::kM * ((columns + T::kN - 1) / T::kN * T::kN);
-  };
-  if (computed(More{}) < computed(Many{})) return run_tile<More, E, kBlockScales>(name, p, stream);
+  // Rows of the last tile that are not there cost as much as those that are.
+  const auto computed = [&](int64_t tile) { return (rows + tile - 1) / tile * tile; };
+  if (computed(More::kM) < computed(Many::kM)) return run_tile<More, E, kBlockScales>(name, p, stream);
   return run_tile<Many, E, kBlockScales>(name, p, stream);
 }
 

@@ -5,9 +5,6 @@
 // A stage holds 128 bytes of k of kM rows of A and kN rows of B, chunks of 16 bytes swizzled so that ldmatrix meets no
 // bank conflict. A row is 64 bf16 values, or 128 fp8 values: one block of scales.
 
-#include <algorithm>
-#include <type_traits>
-
 #include "src/device/find.h"
 #include "src/device/mma.h"
 #include "src/device/number.h"
@@ -37,32 +34,10 @@ struct Tile {
   static constexpr int kRowsAtOnce = kThreads / kChunks;  // of a stage, filled by one copy of each thread
   static constexpr int kACopies = kM / kRowsAtOnce, kBCopies = kN / kRowsAtOnce;
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kExchangeBytes =
-      kTeams > 1 ? 2 * kTeams* kM* kN * 4 : 0;  // two rounds of accumulators
+  static constexpr int kExchangeBytes = kTeams > 1 ? 2 * kTeams * kM * kN * 4 : 0;  // two rounds of accumulators
   static_assert(kWarpRows % 16 == 0 && kWarpColumns % 16 == 0, "a warp multiplies whole 16 x 16 blocks");
   static_assert(kM % kRowsAtOnce == 0 && kN % kRowsAtOnce == 0, "every thread copies equally much");
-  static_assert(kTeams == 1 || (kMBlocks == 1 && kTeams == 2 * kNBlocks),
-                "a team adds up one pair of a thread's values");
-};
-
-/// Where the rows of B lie in a stage. Gate and up alternate in blocks of 8, so that a lane holds both values of a column;
-/// and columns of y are dealt out so that a lane's pairs of kTogether blocks are neighbours: a run, stored at once.
-template <class T, bool kGated>
-struct Columns {
-  static constexpr int kMatrices = kGated ? 2 : 1;
-  static constexpr int kBlocks = T::kNBlocks / kMatrices;  // of 8 columns, of a warp
-  // Teams have a pair of a run each.
-  static constexpr int kTogether = T::kTeams > 1 ? 1 : kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
-  static constexpr int kRun = 2 * kTogether, kRuns = kBlocks / kTogether;
-
-  /// The column of a row of a stage, counted from the tile's first.
-  static constexpr __device__ int of_row(int row) {
-    const int block = row / (8 * kMatrices), place = row % 8;
-    return block / kTogether * 8 * kTogether + place / 2 * kRun + block % kTogether * 2 + place % 2;
-  }
-  // Which rows a thread copies: of_row(first + step) is of_row(first) + of_row(step).
-  static_assert(T::kRowsAtOnce % (8 * kMatrices) == 0 && (T::kRowsAtOnce & (T::kRowsAtOnce - 1)) == 0,
-                "rows of one copy and the step to the next share no bit");
+  static_assert(kTeams == 1 || (kMBlocks == 1 && kTeams == 2 * kNBlocks), "a team adds up one pair of a thread's values");
 };
 
 template <class T>
@@ -74,15 +49,14 @@ __device__ __forceinline__ uint32_t fp8_pair_to_f16(uint32_t bits) {
   return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
 }
 
-/// acc += A · Bᵀ over one stage. `a` and `b` are this warp's first rows; between(slice) runs once in each slice, while
-/// its operands are on their way.
+/// acc += A · Bᵀ over one stage. `a` and `b` are this warp's first rows.
 ///
 /// fp8: ldmatrix gives a lane four neighbouring bytes. The lower two stand for columns 2 pair and 2 pair + 1 of a step
 /// of 16, the upper two for 2 pair + 8 and 2 pair + 9: an order of k that A and B share, so the sum is the same 16
 /// products.
-template <class T, class E, class Between>
+template <class T, class E>
 __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* b, int lane,
-                                               Accumulators<T>& acc, Between&& between) {
+                                               Accumulators<T>& acc) {
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
     uint32_t a_raw[T::kMBlocks][4], b_raw[T::kNBlocks / 2][4];
@@ -96,7 +70,6 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
       const int row = 16 * j + lane / 16 * 8 + lane % 8;
       device::load_matrices(b_raw[j], b + device::swizzled<kRowBytes>(row, 2 * slice + lane / 8 % 2));
     }
-    between(slice);
     if constexpr (sizeof(E) == 2) {
 #pragma unroll
       for (int j = 0; j < T::kNBlocks; ++j) {
@@ -159,34 +132,29 @@ __device__ __forceinline__ bool find_tile(const Problem& p, int64_t tile, TileRo
   return true;
 }
 
-/// Stores the first `count` of a run at element `offset` of y.
-template <int kRun>
-__device__ __forceinline__ void store_run(const Problem& p, bool runs_aligned, int64_t offset, int count,
-                                          const float (&v)[kRun]) {
-  const auto store = [&](auto* y) {
-    using Y = std::remove_pointer_t<decltype(y)>;
-    if (runs_aligned && count >= kRun) {
-      constexpr int kPart = std::min(kRun, device::kVec<Y>);
-#pragma unroll
-      for (int first = 0; first < kRun; first += kPart) {
-        float part[kPart];
-#pragma unroll
-        for (int c = 0; c < kPart; ++c) part[c] = v[first + c];
-        device::store_floats(part, y + offset + first);
-      }
-    } else {
-#pragma unroll
-      for (int c = 0; c < kRun; ++c) {
-        if (c < count) y[offset + c] = device::from_float<Y>(v[c]);
-      }
-    }
-  };
+/// Stores neighbours (column, column + 1) of a row; `column` is even.
+__device__ __forceinline__ void store_pair(const Problem& p, bool pairs_aligned, int64_t offset, bool second,
+                                           float v0, float v1) {
   if (p.y_type == DType::f32) {
-    store(static_cast<float*>(p.y));
+    float* y = static_cast<float*>(p.y) + offset;
+    if (second && pairs_aligned) {
+      *reinterpret_cast<float2*>(y) = make_float2(v0, v1);
+    } else {
+      y[0] = v0;
+      if (second) y[1] = v1;
+    }
   } else if (p.y_type == DType::bf16) {
-    store(static_cast<bf16*>(p.y));
+    bf16* y = static_cast<bf16*>(p.y) + offset;
+    if (second && pairs_aligned) {
+      *reinterpret_cast<uint32_t*>(y) = device::pack<bf16>(v0, v1);
+    } else {
+      y[0] = device::from_float<bf16>(v0);
+      if (second) y[1] = device::from_float<bf16>(v1);
+    }
   } else {
-    store(static_cast<fp8*>(p.y));
+    fp8* y = static_cast<fp8*>(p.y) + offset;
+    y[0] = device::from_float<fp8>(v0);
+    if (second) y[1] = device::from_float<fp8>(v1);
   }
 }
 
