@@ -391,6 +391,9 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "are cold as in serving, one graph with a call per input, the median of its replays. The floor is bytes over 4.5 TB/s\n"
       "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s, what an H200 sustains in microbenchmarks; --suite roof\n"
       "measures these on this machine.\n\n"
+      "Where cuBLASLt can do a case it is timed too, in the same way and on the same inputs, on lines of its own: in\n"
+      "router_gemm as cublas_fp32_with_cast (x widened first, as callers must), cublas_fp32, cublas_tf32 and\n"
+      "cublas_bf16, in grouped_gemm as cublaslt_loop (a call per group). Targets are for our rows alone.\n\n"
       "--case with fields that no listed case has together makes a case of its own: what it does not name comes from the\n"
       "listed case nearest to it.\n\n"
       "Suites:" +
@@ -411,6 +414,8 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
   integer(c, "--replays", 20, 100000, "Replays that a median is taken of [20]", [&](int64_t n) { a.replays = n; });
   c.add_option("--targets", a.targets_file, "JSON with target times; adds target and ratio columns")->type_name("FILE");
   c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")->type_name("FILE");
+  c.add_flag(
+      "--no-baselines", [&](int64_t) { a.baselines = false; }, "Time no libraries beside our rows");
   c.add_flag("--list", a.list, "List the cases and stop");
 }
 

@@ -67,6 +67,7 @@ struct BenchOpsArgs {
   std::vector<std::string> suites, cases;
   int64_t replays = 20;
   std::string targets_file, json_file;
+  bool baselines = true;
   bool list = false;
 };
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "src/core/dispatch.h"
 #include "src/core/error.h"
 #include "src/core/log.h"
 #include "src/core/guard.h"
@@ -239,7 +240,8 @@ std::vector<std::string> fallback_lines(const std::vector<model::OpUse>& uses) {
   for (const model::OpUse& use : uses) {
     if (!on_gpu(use.choice.row)) continue;
     for (const Refusal& refusal : use.choice.refused) {
-      if (!on_gpu(refusal.row)) continue;
+      const bool variant = internal::names_row(refusal.row, use.choice.row);  // the same row for another type
+      if (!on_gpu(refusal.row) || variant) continue;
       std::string line = fmt::format("{}: {} runs instead of {}, which {}", use.op, use.choice.row,
                                      refusal.row, refusal.reason);
       if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));

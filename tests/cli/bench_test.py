@@ -131,6 +131,13 @@ class BenchOps(Case):
         for suite in {suite for suite, _, _ in cases}:
             self.assertRegex(text, rf"(?m)^ +{suite} ", suite)
 
+    def test_libraries_are_explained_and_add_no_cases(self):
+        text = self.ok("bench", "ops", "--help").text
+        for row in ["cublas_fp32_with_cast", "cublas_fp32", "cublas_tf32", "cublas_bf16", "cublaslt_loop",
+                    "--no-baselines"]:
+            self.assertIn(row, text)
+        self.assertEqual(self.cases("--suite", "router_gemm"), self.cases("--suite", "router_gemm", "--no-baselines"))
+
     def test_layer_is_quick(self):
         cases = self.cases("--suite", "layer")
         self.assertLessEqual(len(cases), 45)

@@ -111,7 +111,13 @@ TEST(ModelEngine, AFallbackOnAGpuIsALine) {
                                   .phase = model::Phase::decode,
                                   .batch = 4,
                                   .choice = {.row = "cpu.f32", .refused = {{"cuda.mma", "runs on cuda"}}}};
-  EXPECT_EQ(fallback_lines({slow, other_device, slow}),
+  const model::OpUse variant{.layer = 2,
+                             .op = "linear",
+                             .phase = model::Phase::decode,
+                             .batch = 4,
+                             .choice = {.row = "cuda.cublaslt.fp8",
+                                        .refused = {{"cuda.cublaslt", "needs x of type bf16, got fp8"}}}};
+  EXPECT_EQ(fallback_lines({slow, other_device, variant, slow}),
             std::vector<std::string>{
                 "linear: cuda.mma runs instead of sm90.fp8, which needs x of type fp8, got bf16"});
 }

@@ -382,18 +382,18 @@ TEST(FusedMoe, RefusesScalesThatDisagree) {
       {"", 2, 144, 48, 4, 2, DType::fp8_e4m3, MoeRouting::distinct, 8, false, 0, DType::fp8_e4m3}, 1);
   EXPECT_OK(fused_moe(p.args, Stream{}));
   refuses(
-      p.args, [](auto& a) { a.x_scale = Tensor(); }, "x_scale is 0, needs a scale with fp8 x");
+      p.args, [](auto& a) { a.x_scale = Tensor(); }, "x_scale is absent, needs scales with fp8 x");
   refuses(
       p.args, [](auto& a) { a.gate_up_scale = Tensor(); },
-      "gate_up_scale is 0, needs scales with fp8 weights");
+      "gate_up_scale is absent, needs scales with fp8 weights");
   refuses(
-      p.args, [](auto& a) { a.act_scale = Tensor(); }, "act_scale is 0, needs a scale");
+      p.args, [](auto& a) { a.act_scale = Tensor(); }, "act_scale is absent, needs a scale");
   refuses(
       p.args, [](auto& a) { a.act_scale.shape[0] = 3; }, "act_scale.shape[0] is 3, needs experts = 4");
   refuses(
       p.args, [](auto& a) { a.block_offset = 128; }, "block_offset is 128, needs 0 to 127");
   refuses(
-      p.args, [](auto& a) { a.shared.act_scale = Tensor(); }, "shared.act_scale is 0, needs a scale");
+      p.args, [](auto& a) { a.shared.act_scale = Tensor(); }, "shared.act_scale is absent, needs a scale");
   refuses(
       p.args, [](auto& a) { a.down.dtype = DType::bf16; }, "needs down of type fp8, got bf16");
   FusedMoeProblem blocks(
@@ -407,10 +407,10 @@ TEST(FusedMoe, RefusesScalesThatDisagree) {
       blocks.args, [](auto& a) { a.block_offset = 0; },
       "gate_up_scale.shape[2] is 2, needs intermediate blocks = 1");
   refuses(
-      blocks.args, [&](auto& a) { a.act_scale = p.args.act_scale; }, "act_scale is 1, needs none");
+      blocks.args, [&](auto& a) { a.act_scale = p.args.act_scale; }, "act_scale is f32[4], needs none");
   FusedMoeProblem plain({"", 2, 16, 8, 4, 2}, 1);
   refuses(
-      plain.args, [&](auto& a) { a.x_scale = p.args.x_scale; }, "x_scale is 1, needs none");
+      plain.args, [&](auto& a) { a.x_scale = p.args.x_scale; }, "x_scale is f32[1], needs none");
   FusedMoeProblem apart(
       {"", 2, 16, 8, 4, 2, DType::fp8_e4m3, MoeRouting::distinct, 0, true, 0, DType::fp8_e4m3}, 1);
   apart.experts[2].up_scale = Tensor();

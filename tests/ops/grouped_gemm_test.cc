@@ -122,7 +122,7 @@ TEST(GroupedGemm, RefusesWhatDisagrees) {
   refuses(
       p.args, [](auto& a) { a.group_rows.shape[0] = 1; }, "group_rows.shape[0] is 1, needs groups = 2");
   refuses(
-      p.args, [](auto& a) { a.x_scale = Tensor(); }, "x_scale is 0, needs scales with fp8 x");
+      p.args, [](auto& a) { a.x_scale = Tensor(); }, "x_scale is absent, needs scales with fp8 x");
   refuses(
       p.args, [](auto& a) { a.weight_scale.shape[0] = 1; }, "weight_scale.shape[0] is 1, needs groups = 2");
   refuses(

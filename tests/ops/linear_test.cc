@@ -3,6 +3,7 @@
 
 #include "src/ops/linear/cases.h"
 #include "src/ops/linear/cpu_gemm.h"
+#include "src/ops/linear/cublaslt.h"
 #include "src/ops/linear/panel.h"
 #include "src/ops/linear/table.h"
 #include "tests/ops/op_test.h"
@@ -17,9 +18,9 @@ enum class Arithmetic {
   fp8_wgmma,     ///< 32 products at once with 13 fraction bits, added in fp32 at least every 128
 };
 
-Arithmetic arithmetic_of(std::string_view row, const LinearCase& c) {
+Arithmetic arithmetic_of(std::string_view row) {
   if (row == "cpu.q8") return Arithmetic::integers;
-  if (row == "cuda.cublaslt" && c.x == DType::fp8_e4m3) return Arithmetic::fp8_wgmma;
+  if (row == "cuda.cublaslt.fp8") return Arithmetic::fp8_wgmma;
   return row.starts_with("cuda") ? Arithmetic::tensor_cores : Arithmetic::fp32;
 }
 
@@ -100,7 +101,7 @@ TEST(Linear, EveryRowAgreesWithTheReference) {
         SCOPED_TRACE(row.name);
         LinearProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));
-        expect_close(got.args, want.args, arithmetic_of(row.name, c));
+        expect_close(got.args, want.args, arithmetic_of(row.name));
         EXPECT_TRUE(got.canaries_intact());
         if (c.strided) {  // between the parts' rows nothing is written
           const Tensor& y = got.y[0];
@@ -200,7 +201,7 @@ TEST(Linear, BatchInvariantRowsGiveATokenTheSameBits) {
     shapes.args.batch_invariant = true;
     for (const Stream& stream : test_streams()) {
       for_each_fitting_row(kLinear, shapes.args, stream, [&](const auto& row) {
-        if (row.name == "reference" || row.name == "cuda.cublaslt") return;
+        if (row.name == "reference" || row.name.starts_with("cuda.cublaslt")) return;
         SCOPED_TRACE(row.name);
         LinearProblem all(c, 6), few(c, 6);
         ASSERT_OK(row.run(all.args, stream));
@@ -247,10 +248,10 @@ TEST(Linear, RefusesScalesThatDisagree) {
   LinearProblem p({"", 2, 144, {{DType::fp8_e4m3, 16}}, false, false, DType::fp8_e4m3}, 1);
   EXPECT_OK(linear(p.args, Stream{}));
   refuses(
-      p.args, [](auto& a) { a.x_scale = Tensor(); }, "x_scale is 0, needs scales with fp8 x");
+      p.args, [](auto& a) { a.x_scale = Tensor(); }, "x_scale is absent, needs scales with fp8 x");
   refuses(
       p.args, [](auto& a) { a.parts[0].weight_scale = Tensor(); },
-      "parts[0].weight_scale is 0, needs scales");
+      "parts[0].weight_scale is absent, needs scales");
   refuses(
       p.args, [](auto& a) { a.x_scaling = Fp8Scaling::block; }, "x_scale is f32[1], needs 2 dimensions");
   refuses(
@@ -259,7 +260,7 @@ TEST(Linear, RefusesScalesThatDisagree) {
   refuses(
       plain.args, [&](auto& a) { a.parts[0] = p.args.parts[0]; }, "got fp8");
   refuses(
-      plain.args, [&](auto& a) { a.x_scale = p.args.x_scale; }, "x_scale is 1, needs none");
+      plain.args, [&](auto& a) { a.x_scale = p.args.x_scale; }, "x_scale is f32[1], needs none");
 }
 
 TEST(Linear, BlocksHaveTheValuesOfTheirFormat) {
@@ -391,6 +392,58 @@ TEST(Linear, ExactForbidsQuantisedActivations) {
   ASSERT_FALSE(choice.refused.empty());  // rows of other devices come first
   EXPECT_EQ(choice.refused.back().reason, "needs exact = 0, got 1");
   EXPECT_EQ(*linear_workspace_bytes(p.args, Stream{}), 0);
+}
+
+/// A call on a GPU without memory: enough to choose a row for it.
+LinearArgs without_memory(DType type, int64_t tokens) {
+  const auto on_gpu = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor(nullptr, dtype, shape, Device::cuda);
+  };
+  LinearArgs args{.x = on_gpu(type, {tokens, 64})};
+  args.parts[0].weight = on_gpu(type, {32, 64});
+  args.parts[0].y = on_gpu(DType::bf16, {tokens, 32});
+  if (type == DType::fp8_e4m3) args.x_scale = args.parts[0].weight_scale = on_gpu(DType::f32, {1});
+  return args;
+}
+
+std::string reason_of(const std::vector<Refusal>& refused, std::string_view row) {
+  for (const Refusal& refusal : refused)
+    if (refusal.row == row) return refusal.reason;
+  return "not refused";
+}
+
+TEST(Linear, CublasltMultipliesFp8FromCapability89) {
+  if (kLinearRows[0].name != "cuda.cublaslt") GTEST_SKIP() << "this build has no GPU rows";
+  const LinearArgs bf16 = without_memory(DType::bf16, 3), fp8 = without_memory(DType::fp8_e4m3, 3);
+  const auto chosen = [](const LinearArgs& args, int capability) {
+    return choose(kLinear, args, Stream{.device = Device::cuda, .compute_capability = capability})->name;
+  };
+  std::vector<Refusal> refused;
+  EXPECT_EQ(choose(kLinear, fp8, Stream{.device = Device::cuda, .compute_capability = 86}, &refused)->name, "cuda.mma");
+  EXPECT_EQ(reason_of(refused, "cuda.cublaslt.fp8"), "needs compute_capability >= 89, got 86");
+  EXPECT_EQ(chosen(fp8, 89), cublaslt_found() ? "cuda.cublaslt.fp8" : "cuda.mma");
+  EXPECT_EQ(chosen(bf16, 80), cublaslt_found() ? "cuda.cublaslt" : "cuda.mma");
+  LinearArgs empty = bf16;  // y is the bias, which the library is not asked for
+  empty.x.shape[1] = empty.parts[0].weight.shape[1] = 0;
+  EXPECT_EQ(chosen(empty, 90), "cuda.mma");
+}
+
+TEST(Linear, ACallWithoutAlgorithmIsTheNextRowsOrAnError) {
+  if (kLinearRows[0].name != "cuda.cublaslt") GTEST_SKIP() << "this build has no GPU rows";
+  for (const DType type : {DType::bf16, DType::fp8_e4m3}) {
+    SCOPED_TRACE(name_of(type));
+    const LinearArgs args = without_memory(type, 0);  // nothing is launched
+    Dispatch dispatched;
+    const Stream stream{.device = Device::cuda, .compute_capability = 90, .dispatch = &dispatched};
+    ASSERT_OK(dispatch(kLinearWithoutAlgorithm, args, stream));
+    ASSERT_EQ(dispatched.counts().size(), 1u);
+    EXPECT_EQ(dispatched.counts()[0].op, "linear");
+    EXPECT_EQ(dispatched.counts()[0].row, "cuda.mma");
+    ASSERT_OK(dispatched.prefer("linear=cuda.cublaslt"));
+    EXPECT_FAILS(dispatch(kLinearWithoutAlgorithm, args, stream), Code::unsupported,
+                 "needs cublaslt_algorithm = 1, got 0");
+    EXPECT_EQ(dispatched.counts()[0].calls, 1);
+  }
 }
 
 TEST(Linear, CostCountsWhatMustMove) {

@@ -5,6 +5,7 @@
 #include "src/bench/ops/suites.h"
 #include "src/core/error.h"
 #include "src/core/number.h"
+#include "src/ops/linear/cublaslt.h"
 #include "vivace/grouped_gemm.h"
 
 namespace vivace::bench {
@@ -59,15 +60,20 @@ class PreparedGroupedGemm final : public PreparedOp {
             .flops = 2.0 * static_cast<double>(groups_ * rows_ * n_ * k_),
             .flop_rate = quant_ == "bf16" ? kBf16Rate : kFp8Rate};
   }
-  /// Of the last row of each group.
-  Result<std::optional<double>> max_abs_error(const Stream& stream) override {
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override { return error_of(sets_[0].y, stream); }
+  Result<std::unique_ptr<PreparedOp>> through_library(std::string_view row, const Stream& stream) override;
+
+  const GroupedGemmArgs& args(int64_t set) const { return sets_[set]; }
+  int64_t rows_per_group() const { return rows_; }
+  /// Of results for set 0: of the last row of each group.
+  Result<std::optional<double>> error_of(const Tensor& results, const Stream& stream) const {
     const GroupedGemmArgs& args = sets_[0];
     double worst = 0;
     for (int64_t g = 0; g < groups_; ++g) {
       const int64_t row = (g + 1) * rows_ - 1;
       VIVACE_TRY_ASSIGN(const HostTensor x, download(args.x.rows(row, 1), stream));
       VIVACE_TRY_ASSIGN(const HostTensor w, download(args.weight.at(g), stream));
-      VIVACE_TRY_ASSIGN(const HostTensor y, download(args.y.rows(row, 1), stream));
+      VIVACE_TRY_ASSIGN(const HostTensor y, download(results.rows(row, 1), stream));
       std::vector<float> values(static_cast<size_t>(k_));
       for (int64_t i = 0; i < k_; ++i) values[i] = load(x.tensor.dtype, x.tensor.data, i);
       std::vector<double> differences(static_cast<size_t>((n_ + 16) / 17), 0);
@@ -90,6 +96,59 @@ class PreparedGroupedGemm final : public PreparedOp {
   std::vector<GroupedGemmArgs> sets_;
   Choice choice_;
 };
+
+/// The same results by cuBLASLt: a product per group, one after the other.
+class LibraryLoop final : public PreparedOp {
+ public:
+  LibraryLoop(const PreparedGroupedGemm& ours, std::string_view row) : ours_(ours), row_(row) {}
+
+  Status prepare(const Stream& stream) {
+    VIVACE_TRY_ASSIGN(const Tensor workspace, memory_.make(DType::u8, {kCublasltWorkspaceBytes}, stream));
+    const int64_t rows = ours_.rows_per_group();
+    for (int64_t i = 0; i < ours_.sets(); ++i) {
+      const GroupedGemmArgs& args = ours_.args(i);
+      VIVACE_TRY_ASSIGN(const Tensor y, memory_.make(DType::bf16, {args.y.shape[0], args.y.shape[1]}, stream));
+      y_.push_back(y);
+      for (int64_t g = 0; g < args.weight.shape[0]; ++g) {
+        CublasltProduct& product = products_.emplace_back();
+        product.x = args.x.rows(g * rows, rows);
+        product.weight = args.weight.at(g);
+        product.y = y.rows(g * rows, rows);
+        product.x_scale = args.x_scale;
+        if (args.weight_scale.present()) product.weight_scale = args.weight_scale.rows(g, 1);
+        product.workspace = workspace.data;
+      }
+    }
+    return {};
+  }
+  int64_t sets() const override { return ours_.sets(); }
+  Status call(int64_t set, const Stream& stream) override {
+    const int64_t groups = std::ssize(products_) / sets();
+    for (int64_t g = 0; g < groups; ++g) VIVACE_TRY(cublaslt_multiply(products_[set * groups + g], stream));
+    return {};
+  }
+  std::string row() const override { return row_; }
+  Floor floor() const override { return ours_.floor(); }
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override { return ours_.error_of(y_[0], stream); }
+
+ private:
+  const PreparedGroupedGemm& ours_;
+  std::string row_;
+  DeviceTensors memory_;
+  std::vector<Tensor> y_;                  // of each set
+  std::vector<CublasltProduct> products_;  // of each set, its groups
+};
+
+Result<std::unique_ptr<PreparedOp>> PreparedGroupedGemm::through_library(std::string_view row, const Stream& stream) {
+  auto library = std::make_unique<LibraryLoop>(*this, row);
+  VIVACE_TRY(library->prepare(stream));
+  return std::unique_ptr<PreparedOp>(std::move(library));
+}
+
+/// The library takes no scales of 128 x 128 beside activations with scales of 1 x 128.
+std::vector<std::string> libraries(const OpWorkload& w) {
+  return w.text("quant") == "blockwise" ? std::vector<std::string>() : std::vector<std::string>{"cublaslt_loop"};
+}
 
 std::vector<OpWorkload> workloads() {
   std::vector<OpWorkload> all;
@@ -119,6 +178,7 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
 
 }  // namespace
 
-const OpSuite kGroupedGemmSuite = {"grouped_gemm", "matrices of experts after tokens were sorted by expert", workloads, prepare};
+const OpSuite kGroupedGemmSuite = {"grouped_gemm", "matrices of experts after tokens were sorted by expert", workloads,
+                                   prepare, libraries};
 
 }  // namespace vivace::bench

@@ -5,6 +5,8 @@
 #include "src/bench/ops/suites.h"
 #include "src/core/error.h"
 #include "src/core/number.h"
+#include "src/device/widen.h"
+#include "src/ops/linear/cublaslt.h"
 #include "vivace/router_gemm.h"
 
 namespace vivace::bench {
@@ -23,7 +25,7 @@ class PreparedRouterGemm final : public PreparedOp {
       RouterGemmArgs& args = sets_.emplace_back();
       VIVACE_TRY_ASSIGN(args.x, memory_.random(DType::bf16, {m_, k_}, 1, 100 + i, stream));
       VIVACE_TRY_ASSIGN(args.scores, memory_.make(DType::f32, {m_, n_}, stream));
-      VIVACE_TRY_ASSIGN(args.weight, weight(static_cast<uint64_t>(i), stream));
+      VIVACE_TRY_ASSIGN(args.weight, weight(i, stream));
     }
     choice_ = router_gemm_explain(sets_[0], stream);
     return {};
@@ -36,9 +38,20 @@ class PreparedRouterGemm final : public PreparedOp {
     return {.bytes = bytes, .flops = 2.0 * static_cast<double>(m_ * n_ * k_) * (mode_ == "bf16" ? 1 : 2)};
   }
   Result<std::optional<double>> max_abs_error(const Stream& stream) override {
-    const RouterGemmArgs& args = sets_[0];
-    VIVACE_TRY_ASSIGN(const HostTensor x, download(args.x, stream));
-    VIVACE_TRY_ASSIGN(const HostTensor scores, download(args.scores, stream));
+    return error_of(sets_[0].scores, stream);
+  }
+  Result<std::unique_ptr<PreparedOp>> through_library(std::string_view row, const Stream& stream) override;
+
+  const RouterGemmArgs& args(int64_t set) const { return sets_[set]; }
+  /// What a set's terms are made from: fp32 from N(0, 1), or for mode bf16 a weight whose low terms are zero.
+  Result<Tensor> whole_weight(DeviceTensors& memory, int64_t set, const Stream& stream) const {
+    const DType type = mode_ == "bf16" ? DType::bf16 : DType::f32;
+    return memory.random(type, {n_, k_}, 1, 1000 + static_cast<uint64_t>(set), stream);
+  }
+  /// Of scores for set 0.
+  Result<std::optional<double>> error_of(const Tensor& given, const Stream& stream) const {
+    VIVACE_TRY_ASSIGN(const HostTensor x, download(sets_[0].x, stream));
+    VIVACE_TRY_ASSIGN(const HostTensor scores, download(given, stream));
     const int64_t step = std::max<int64_t>(1, m_ / 32);
     std::vector<double> worst(static_cast<size_t>((m_ + step - 1) / step), 0);
     check_threads().parallel_for(std::ssize(worst), [&](int64_t sample, int) {
@@ -53,15 +66,13 @@ class PreparedRouterGemm final : public PreparedOp {
   }
 
  private:
-  /// A prepared fp32 weight from N(0, 1), or for mode bf16 one whose low terms are zero.
-  Result<RouterWeight> weight(uint64_t seed, const Stream& stream) {
-    const DType type = mode_ == "bf16" ? DType::bf16 : DType::f32;
+  Result<RouterWeight> weight(int64_t set, const Stream& stream) {
     DeviceTensors scratch;
-    VIVACE_TRY_ASSIGN(const Tensor random, scratch.random(type, {n_, k_}, 1, 1000 + seed, stream));
+    VIVACE_TRY_ASSIGN(const Tensor random, whole_weight(scratch, set, stream));
     VIVACE_TRY_ASSIGN(const HostTensor host, download(random, stream));
-    if (seed == 0) {
+    if (set == 0) {
       source_.resize(static_cast<size_t>(n_ * k_));
-      for (int64_t i = 0; i < n_ * k_; ++i) source_[i] = load(type, host.tensor.data, i);
+      for (int64_t i = 0; i < n_ * k_; ++i) source_[i] = load(random.dtype, host.tensor.data, i);
     }
     RouterWeightSource source{.weight = host.tensor,
                               .mode = mode_ == "two_term" ? RouterMode::two_term : RouterMode::exact};
@@ -85,6 +96,67 @@ class PreparedRouterGemm final : public PreparedOp {
   std::vector<float> source_;  // set 0's weight as it was given
   Choice choice_;
 };
+
+/// The same scores by cuBLASLt: from factors in fp32, multiplied in fp32 or tf32, or from bf16 factors, the weight
+/// rounded once. A router's x is bf16, so a caller of the fp32 product widens it first: `cublas_fp32_with_cast`; the
+/// others have it as they need it.
+class LibraryRouterGemm final : public PreparedOp {
+ public:
+  LibraryRouterGemm(const PreparedRouterGemm& ours, std::string_view row)
+      : ours_(ours), row_(row), casts_(row == "cublas_fp32_with_cast") {}
+
+  Status prepare(const Stream& stream) {
+    VIVACE_TRY_ASSIGN(const Tensor workspace, memory_.make(DType::u8, {kCublasltWorkspaceBytes}, stream));
+    for (int64_t i = 0; i < kSets; ++i) {
+      const RouterGemmArgs& args = ours_.args(i);
+      const int64_t m = args.x.shape[0], k = args.x.shape[1];
+      CublasltProduct product{.x = args.x,
+                              .weight = args.weight.terms[0],
+                              .tf32 = row_ == "cublas_tf32",
+                              .workspace = workspace.data};
+      VIVACE_TRY_ASSIGN(product.y, memory_.make(DType::f32, {m, args.scores.shape[1]}, stream));
+      if (row_ != "cublas_bf16") {
+        VIVACE_TRY_ASSIGN(product.weight, ours_.whole_weight(memory_, i, stream));
+        if (casts_ && i > 0) {
+          product.x = products_[0].x;  // scratch between two kernels of a call
+        } else {
+          VIVACE_TRY_ASSIGN(product.x, memory_.make(DType::f32, {m, k}, stream));
+          VIVACE_TRY(device::widen(args.x, product.x, stream));
+        }
+      }
+      products_.push_back(product);
+    }
+    return {};
+  }
+  int64_t sets() const override { return kSets; }
+  Status call(int64_t set, const Stream& stream) override {
+    if (casts_) VIVACE_TRY(device::widen(ours_.args(set).x, products_[set].x, stream));
+    return cublaslt_multiply(products_[set], stream);
+  }
+  std::string row() const override { return row_; }
+  Floor floor() const override { return ours_.floor(); }
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override {
+    return ours_.error_of(products_[0].y, stream);
+  }
+
+ private:
+  const PreparedRouterGemm& ours_;
+  std::string row_;
+  bool casts_;
+  DeviceTensors memory_;
+  std::vector<CublasltProduct> products_;
+};
+
+Result<std::unique_ptr<PreparedOp>> PreparedRouterGemm::through_library(std::string_view row, const Stream& stream) {
+  auto library = std::make_unique<LibraryRouterGemm>(*this, row);
+  VIVACE_TRY(library->prepare(stream));
+  return std::unique_ptr<PreparedOp>(std::move(library));
+}
+
+std::vector<std::string> libraries(const OpWorkload& w) {
+  if (w.text("mode") == "bf16") return {"cublas_bf16"};
+  return {"cublas_fp32_with_cast", "cublas_fp32", "cublas_tf32", "cublas_bf16"};
+}
 
 std::vector<OpWorkload> workloads() {
   struct Model {
@@ -120,6 +192,6 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
 }  // namespace
 
 const OpSuite kRouterGemmSuite = {"router_gemm", "bf16 activations times an fp32 or bf16 router weight, to fp32", workloads,
-                                  prepare};
+                                  prepare, libraries};
 
 }  // namespace vivace::bench

@@ -8,7 +8,9 @@
 
 #include "src/core/error.h"
 #include "src/core/guard.h"
+#include "src/core/log.h"
 #include "src/device/runtime.h"
+#include "src/ops/linear/cublaslt.h"
 
 namespace vivace::bench {
 
@@ -48,21 +50,29 @@ std::optional<OpWorkload> changed_case(const std::vector<OpWorkload>& listed, co
   return nearest;
 }
 
-Status time_one(OpResult& result, const OpSuite& suite, int64_t replays, const Stream& stream) {
-  VIVACE_TRY_ASSIGN(const auto prepared, suite.prepare(result.workload, stream));
-  result.row = prepared->row();
-  VIVACE_TRY(prepared->call(0, stream));
+Status check_and_time(OpResult& result, PreparedOp& prepared, int64_t replays, const Stream& stream) {
+  result.row = prepared.row();
+  VIVACE_TRY(prepared.call(0, stream));
   VIVACE_TRY(device::synchronize(stream));
-  VIVACE_TRY_ASSIGN(result.max_abs_error, prepared->max_abs_error(stream));
+  VIVACE_TRY_ASSIGN(result.max_abs_error, prepared.max_abs_error(stream));
   if (result.max_abs_error && std::isnan(*result.max_abs_error)) {
     return error(Code::internal, "the output differs from the reference by NaN");
   }
-  VIVACE_TRY_ASSIGN(result.timing, time_graph(*prepared, replays, stream));
-  const Floor floor = prepared->floor();
+  VIVACE_TRY_ASSIGN(result.timing, time_graph(prepared, replays, stream));
+  const Floor floor = prepared.floor();
   result.floor_us = floor.us();
   result.read_tb_s = floor.bytes / result.timing.median_us * 1e-6;
   result.tflop_s = floor.flops / result.timing.median_us * 1e-6;
   return {};
+}
+
+const OpSuite& suite_of(const OpWorkload& workload) {
+  return *std::ranges::find(op_suites(), workload.suite, &OpSuite::name);
+}
+
+std::vector<std::string> libraries_of(const OpWorkload& workload) {
+  const OpSuite& suite = suite_of(workload);
+  return suite.libraries != nullptr ? suite.libraries(workload) : std::vector<std::string>();
 }
 
 std::string fields_text(const OpWorkload& workload) {
@@ -113,17 +123,47 @@ Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options) {
 
 std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, const OpRunOptions& options,
                                     const Stream& stream) {
+  bool libraries = options.libraries && std::ranges::any_of(workloads, [](const OpWorkload& workload) {
+    return !libraries_of(workload).empty();
+  });
+  if (libraries && !cublaslt_found()) {
+    log_line("cuBLASLt was not found: nothing is timed beside it; vivace doctor says how to get it");
+    libraries = false;
+  }
   std::vector<OpResult> results;
-  for (const OpWorkload& workload : workloads) {
-    if (options.progress) options.progress(results.size(), workloads.size(), workload);
+  // Times what `prepare` gives; false after an error of the device: nothing that follows would mean anything.
+  const auto timed = [&](OpResult& result, auto&& prepare) {
+    result.failure = guarded("bench ops", [&]() -> Status {
+      VIVACE_TRY_ASSIGN(PreparedOp* prepared, prepare());
+      return check_and_time(result, *prepared, options.replays, stream);
+    });
+    if (options.finished) options.finished(result);
+    return result.failure.code() != Code::device_error;
+  };
+  for (size_t i = 0; i < workloads.size(); ++i) {
+    const OpWorkload& workload = workloads[i];
+    if (options.progress) options.progress(i, workloads.size(), workload);
+    std::unique_ptr<PreparedOp> ours;
     OpResult& result = results.emplace_back();
     result.workload = workload;
-    for (const OpSuite& suite : op_suites()) {
-      if (suite.name != workload.suite) continue;
-      result.failure = guarded("bench ops", [&] { return time_one(result, suite, options.replays, stream); });
+    const bool on = timed(result, [&]() -> Result<PreparedOp*> {
+      VIVACE_TRY_ASSIGN(ours, suite_of(workload).prepare(workload, stream));
+      return ours.get();
+    });
+    if (!on) return results;
+    if (!libraries || ours == nullptr) continue;
+    for (const std::string& row : libraries_of(workload)) {
+      std::unique_ptr<PreparedOp> library;
+      OpResult& beside = results.emplace_back();
+      beside.workload = workload;
+      beside.row = row;
+      beside.library = true;
+      const bool on = timed(beside, [&]() -> Result<PreparedOp*> {
+        VIVACE_TRY_ASSIGN(library, ours->through_library(row, stream));
+        return library.get();
+      });
+      if (!on) return results;
     }
-    if (options.finished) options.finished(result);
-    if (result.failure.code() == Code::device_error) break;  // nothing that follows would mean anything
   }
   return results;
 }
@@ -137,6 +177,7 @@ Result<OpTargets> OpTargets::parse(std::string_view json_text) {
 }
 
 void OpTargets::apply(OpResult& result) const {
+  if (result.library) return;
   const auto list = suites_->find(result.workload.suite);
   if (list == suites_->end() || !list->is_array()) return;
   const bool exact = result.workload.text("mode") == "exact";
@@ -161,12 +202,13 @@ Json json_of(const std::vector<OpResult>& results) {
     for (const OpWorkload::Field& field : result.workload.fields) {
       std::visit([&](const auto& value) { row[field.name] = value; }, field.value);
     }
+    if (!result.row.empty()) row["row"] = result.row;
+    if (result.library) row["library"] = true;
     if (!result.failure.ok()) {
       row["failure"] = result.failure.message();
       rows.push_back(std::move(row));
       continue;
     }
-    row["row"] = result.row;
     row["us"] = result.timing.median_us;
     row["p10_us"] = result.timing.p10_us;
     row["p90_us"] = result.timing.p90_us;
@@ -187,14 +229,18 @@ std::string OpTable::add(const OpResult& result) {
     out = end();
     if (!suite_.empty()) out += "\n";
     suite_ = result.workload.suite;
-    out += fmt::format("{}\n{:<58} {:<16} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6} {:>7} {:>9} {:>8} {:>6}\n", suite_, "case",
-                       "row", "us", "p10", "p90", "floor", "share", "TB/s", "TFLOP/s", "error", "target", "ratio");
+    out += fmt::format("{}\n{:<58} {:<22} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6} {:>7} {:>9} {:>8} {:>6}\n", suite_,
+                       "case", "row", "us", "p10", "p90", "floor", "share", "TB/s", "TFLOP/s", "error", "target",
+                       "ratio");
   }
   const std::string name = result.workload.name + "  " + fields_text(result.workload);
-  if (!result.failure.ok()) return out + fmt::format("{:<58} failed: {}\n", name, result.failure.message());
-  out += fmt::format("{:<58} {:<16} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} {:>9} {:>8} {:>6}\n", name,
-                     result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us, result.floor_us,
-                     100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
+  if (!result.failure.ok()) {
+    return out + fmt::format("{:<58} {:<22} failed: {}\n", name, result.row, result.failure.message());
+  }
+  out += fmt::format("{:<58} {:<22} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} "
+                     "{:>9} {:>8} {:>6}\n",
+                     name, result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us,
+                     result.floor_us, 100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
                      result.max_abs_error ? fmt::format("{:.2e}", *result.max_abs_error) : "",
                      result.target_us ? fmt::format("{:.1f}", *result.target_us) : "",
                      result.target_us ? fmt::format("{:.2f}", result.timing.median_us / *result.target_us) : "");

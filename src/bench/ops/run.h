@@ -14,10 +14,11 @@
 
 namespace vivace::bench {
 
-/// A timed workload, or why it was not timed.
+/// A workload timed on a row or through a library, or why it was not timed.
 struct OpResult {
   OpWorkload workload;
   std::string row;
+  bool library = false;
   Timing timing;
   double floor_us = 0;
   double read_tb_s = 0, tflop_s = 0;  ///< what the floor's bytes and operations took place at
@@ -32,9 +33,10 @@ struct OpRunOptions {
   std::vector<std::string> suites;  ///< empty: all
   std::vector<OpFilter> filters;    ///< empty: all cases; a filter that no listed case meets is a case of its own
   int64_t replays = 20;
+  bool libraries = true;  ///< times libraries too, where a suite names any and they are found
   /// Called before each workload.
   std::function<void(size_t done, size_t total, const OpWorkload& next)> progress;
-  /// Called after each.
+  /// Called after each row and each library.
   std::function<void(OpResult& result)> finished;
 };
 
@@ -42,8 +44,8 @@ struct OpRunOptions {
 /// that fits no case of the suites and names no case to change.
 Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options);
 
-/// Checks each workload's output against float64 once, then times it. A workload that fails keeps its place with the
-/// reason.
+/// Checks each workload's output against float64 once, then times it, then the libraries in the same way. What fails
+/// keeps its place with the reason. One line of log where libraries are wanted and cuBLASLt was not found.
 std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, const OpRunOptions& options,
                                     const Stream& stream);
 
@@ -53,15 +55,15 @@ class OpTargets {
   /// Of a JSON object of lists by suite, whose entries have this project's field names. invalid_argument: the text is not
   /// of that form.
   static Result<OpTargets> parse(std::string_view json_text);
-  /// Sets target_us where an entry agrees in every field that both have.
+  /// Sets target_us where an entry agrees in every field that both have; a target is for our row alone.
   void apply(OpResult& result) const;
 
  private:
   std::shared_ptr<const nlohmann::ordered_json> suites_;
 };
 
-/// One object per result: suite, case, the workload's fields, row, us, p10_us, p90_us, floor_us, share_of_floor,
-/// max_abs_error, target_us and failure where there are any.
+/// One object per result: suite, case, the workload's fields, row, library (true where the row is one's), us, p10_us,
+/// p90_us, floor_us, share_of_floor, tb_s, tflop_s; max_abs_error, target_us and failure where there are any.
 nlohmann::ordered_json json_of(const std::vector<OpResult>& results);
 
 /// A table, line by line, and per suite the geometric mean of us / target_us.

@@ -7,6 +7,10 @@
 
 namespace vivace::bench {
 
+Result<std::unique_ptr<PreparedOp>> PreparedOp::through_library(std::string_view row, const Stream&) {
+  return not_found("{} has no library row '{}'", this->row(), row);
+}
+
 std::span<const OpSuite> op_suites() {
   static const std::vector<OpSuite> all = {kRoofSuite,       kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite,
                                            kGroupedGemmSuite, kRouterGemmSuite,      kSamplerSuite,          kLayerSuite};

@@ -38,6 +38,9 @@ class PreparedOp {
   /// Largest difference of set 0's outputs from float64 on the same inputs, over all or a sample of them; absent where
   /// there is nothing to compare. After call(0) has ended.
   virtual Result<std::optional<double>> max_abs_error(const Stream& stream) = 0;
+  /// The same case through a library, on the same inputs: `row` is one that the suite's libraries() names. The result
+  /// reads this object's memory and must not outlive it. not_found: there is no such library.
+  virtual Result<std::unique_ptr<PreparedOp>> through_library(std::string_view row, const Stream& stream);
 };
 
 /// A list of workloads of one operator.
@@ -46,6 +49,8 @@ struct OpSuite {
   std::vector<OpWorkload> (*workloads)();
   /// Fails  invalid_argument: a field is missing or out of range. unsupported: no row takes it.
   Result<std::unique_ptr<PreparedOp>> (*prepare)(const OpWorkload& workload, const Stream& stream);
+  /// Rows of libraries that a case is timed beside; null: none for any case. All of them are of cuBLASLt.
+  std::vector<std::string> (*libraries)(const OpWorkload& workload) = nullptr;
 };
 
 std::span<const OpSuite> op_suites();

@@ -7,6 +7,7 @@
 #include "src/core/checks.h"
 #include "src/core/workspace.h"
 #include "src/ops/fused_moe/table.h"
+#include "src/ops/linear/check_given.h"
 
 namespace vivace {
 
@@ -73,13 +74,12 @@ constexpr ScaleNames kSharedExpert = {"shared.gate_scale", "shared.up_scale", "s
                                       "shared.act_scale"};
 
 /// Scales of an expert that comes as three matrices: none without fp8.
-void check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeights& w, const ScaleNames& names) {
+Status check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeights& w, const ScaleNames& names) {
   const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
   const auto one = [&](std::string_view name, const Tensor& scale, bool present, bool block, int64_t n,
-                       int64_t k) {
-    check.that(scale.present() == present, name, scale.present(),
-               present ? "a scale with fp8 weights" : "no scale");
-    if (!present) return;
+                       int64_t k) -> Status {
+    VIVACE_TRY(check_given(check, "fused_moe", name, scale, present, present ? "a scale with fp8 weights" : "none"));
+    if (!present) return {};
     if (block) {
       const std::string rows = std::to_string(scale_blocks(n)), columns = std::to_string(scale_blocks(k));
       check.tensor(name, scale, {rows, columns}).dense(name, scale);
@@ -87,12 +87,13 @@ void check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeights&
       check.tensor(name, scale, {"1"});
     }
     check.dtype(name, scale, kF32);
+    return check.status();
   };
   const int64_t intermediate = args.block_offset + w.gate.shape[0], hidden = args.x.shape[1];
-  one(names.gate, w.gate_scale, fp8, blocks, intermediate, hidden);
-  one(names.up, w.up_scale, fp8, blocks, intermediate, hidden);
-  one(names.down, w.down_scale, fp8, blocks, hidden, intermediate);
-  one(names.act, w.act_scale, fp8 && !blocks, false, 1, 1);
+  VIVACE_TRY(one(names.gate, w.gate_scale, fp8, blocks, intermediate, hidden));
+  VIVACE_TRY(one(names.up, w.up_scale, fp8, blocks, intermediate, hidden));
+  VIVACE_TRY(one(names.down, w.down_scale, fp8, blocks, hidden, intermediate));
+  return one(names.act, w.act_scale, fp8 && !blocks, false, 1, 1);
 }
 
 }  // namespace
@@ -143,8 +144,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
   const int64_t kWeights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
   check.that(args.block_offset >= 0 && args.block_offset < kFp8ScaleBlock, "block_offset",
              static_cast<double>(args.block_offset), "0 to 127");
-  check.that(args.x_scale.present() == fp8, "x_scale", args.x_scale.present(),
-             fp8 ? "a scale with fp8 x" : "none");
+  VIVACE_TRY(check_given(check, "fused_moe", "x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none"));
   if (fp8) {
     if (blocks) {
       check.define("hidden blocks", scale_blocks(args.x.shape[1]), "ceil(hidden / 128)")
@@ -164,13 +164,12 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .tensor("down", args.down, {"experts", "hidden", "intermediate"})
         .define("intermediate * 2", 2 * args.down.shape[2], "2 * down.shape[2]")
         .dtype("gate_up", args.gate_up, kWeights)
-        .dtype("down", args.down, kWeights)
-        .that(args.gate_up_scale.present() == fp8, "gate_up_scale", args.gate_up_scale.present(),
-              fp8 ? "scales with fp8 weights" : "none")
-        .that(args.down_scale.present() == fp8, "down_scale", args.down_scale.present(),
-              fp8 ? "scales with fp8 weights" : "none")
-        .that(args.act_scale.present() == (fp8 && !blocks), "act_scale", args.act_scale.present(),
-              fp8 && !blocks ? "a scale with one scale an expert" : "none");
+        .dtype("down", args.down, kWeights);
+    const std::string_view weights = fp8 ? "scales with fp8 weights" : "none";
+    VIVACE_TRY(check_given(check, "fused_moe", "gate_up_scale", args.gate_up_scale, fp8, weights));
+    VIVACE_TRY(check_given(check, "fused_moe", "down_scale", args.down_scale, fp8, weights));
+    VIVACE_TRY(check_given(check, "fused_moe", "act_scale", args.act_scale, fp8 && !blocks,
+                           fp8 && !blocks ? "a scale with one scale an expert" : "none"));
     if (fp8 && blocks) {
       check
           .define("intermediate blocks", scale_blocks(args.block_offset + args.down.shape[2]),
@@ -196,8 +195,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .tensor("experts[0].down", args.experts[0].down, {"hidden", "intermediate"})
         .dtype("experts[0].gate", args.experts[0].gate, kWeights)
         .dtype("experts[0].down", args.experts[0].down, kWeights);
-    check_scales(check, args, args.experts[0], kFirstExpert);
-    VIVACE_TRY(check.status());
+    VIVACE_TRY(check_scales(check, args, args.experts[0], kFirstExpert));
     VIVACE_TRY(check_experts(args));
   }
   if (args.shared.present()) {
@@ -207,7 +205,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .dtype("shared.gate", args.shared.gate, kWeights)
         .dtype("shared.up", args.shared.up, dtypes_mask(args.shared.gate.dtype))
         .dtype("shared.down", args.shared.down, kWeights);
-    if (check.ok()) check_scales(check, args, args.shared, kSharedExpert);
+    VIVACE_TRY(check_scales(check, args, args.shared, kSharedExpert));
   }
   VIVACE_TRY(check.status());
   if (args.x.elements() == 0) return {};

@@ -1,4 +1,4 @@
-// linear through cuBLASLt, which is opened when first needed and never linked.
+// Products by cuBLASLt.
 //
 // Two numbers for n outputs, inner size k, m tokens
 //   bytes  n k + m k + m n   elements; a decode step is bound by the weight
@@ -21,17 +21,17 @@
 #include <mutex>
 #include <type_traits>
 
+#include "src/core/dispatch.h"
 #include "src/core/error.h"
 #include "src/device/launch.h"
 #include "src/device/runtime.h"
-#include "src/ops/linear/table.h"
 
 namespace vivace {
 
 namespace {
 
-constexpr int64_t kWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for Hopper
 constexpr int64_t kWorkspaceAlignment = 256;
+constexpr int64_t kWorkspaceBytes = kCublasltWorkspaceBytes - (kWorkspaceAlignment - 1);
 
 constexpr const char* kNames[] = {"libcublasLt.so.13",
                                   "libcublasLt.so.12",
@@ -88,12 +88,30 @@ const Library& library() {
 
 Status checked(cublasStatus_t status, const char* what) {
   if (status == CUBLAS_STATUS_SUCCESS) return {};
-  return error(Code::device_error, "linear: {} of cuBLASLt failed with status {}", what,
-               static_cast<int>(status));
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) return unsupported("cuBLASLt: {} is not supported", what);
+  return error(Code::device_error, "cuBLASLt: {} failed with status {}", what, static_cast<int>(status));
 }
 
 /// What a choice of algorithm depends on: device, sizes, strides, types, whether there is a bias, alignments.
-using Key = std::array<int64_t, 14>;
+using Key = std::array<int64_t, 15>;
+
+Key key_of(const CublasltProduct& p, const Stream& stream) {
+  return {stream.ordinal,
+          p.x.shape[0],
+          p.weight.shape[0],
+          p.x.shape[1],
+          p.x.stride[0],
+          p.weight.stride[0],
+          p.y.stride[0],
+          static_cast<int64_t>(p.x.dtype),
+          static_cast<int64_t>(p.weight.dtype),
+          static_cast<int64_t>(p.y.dtype),
+          p.tf32,
+          p.bias.present(),
+          alignment_of(p.x),
+          alignment_of(p.weight),
+          alignment_of(p.y)};
+}
 
 struct Plan {
   cublasLtMatmulDesc_t desc = nullptr;
@@ -128,38 +146,39 @@ cudaDataType_t type_of(DType dtype) {
   return dtype == DType::f32 ? CUDA_R_32F : dtype == DType::fp8_e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_16BF;
 }
 
-Status make_plan(const LinearArgs& args, const LinearPart& part, cublasLtHandle_t handle, Plan& plan) {
+Status make_plan(const CublasltProduct& product, cublasLtHandle_t handle, Plan& plan) {
   const Library& lt = library();
   const OutsideCapture outside;
-  const auto tokens = static_cast<uint64_t>(args.x.shape[0]), n = static_cast<uint64_t>(part.weight.shape[0]);
-  const auto k = static_cast<uint64_t>(args.x.shape[1]);
+  const auto tokens = static_cast<uint64_t>(product.x.shape[0]), k = static_cast<uint64_t>(product.x.shape[1]);
+  const auto n = static_cast<uint64_t>(product.weight.shape[0]);
   // A single row may have any stride; cuBLASLt wants at least the row's length.
   const auto leading = [](const Tensor& t) { return std::max(t.stride[0], t.shape[1]); };
-  VIVACE_TRY(checked(lt.create_desc(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "a descriptor"));
+  const cublasComputeType_t compute = product.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  VIVACE_TRY(checked(lt.create_desc(&plan.desc, compute, CUDA_R_32F), "a descriptor"));
   const cublasOperation_t transposed = CUBLAS_OP_T;
   VIVACE_TRY(checked(lt.set_desc(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed),
                      "transposing"));
-  if (part.bias.present()) {
+  if (product.bias.present()) {
     const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
     VIVACE_TRY(
         checked(lt.set_desc(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue), "a bias"));
   }
-  VIVACE_TRY(checked(lt.create_layout(&plan.weight, type_of(part.weight.dtype), k, n, leading(part.weight)),
+  VIVACE_TRY(checked(lt.create_layout(&plan.weight, type_of(product.weight.dtype), k, n, leading(product.weight)),
                      "a layout"));
   VIVACE_TRY(
-      checked(lt.create_layout(&plan.x, type_of(args.x.dtype), k, tokens, leading(args.x)), "a layout"));
+      checked(lt.create_layout(&plan.x, type_of(product.x.dtype), k, tokens, leading(product.x)), "a layout"));
   VIVACE_TRY(
-      checked(lt.create_layout(&plan.y, type_of(part.y.dtype), n, tokens, leading(part.y)), "a layout"));
+      checked(lt.create_layout(&plan.y, type_of(product.y.dtype), n, tokens, leading(product.y)), "a layout"));
   cublasLtMatmulPreference_t preference = nullptr;
   VIVACE_TRY(checked(lt.create_preference(&preference), "a preference"));
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
     lt.set_preference(preference, attribute, &value, sizeof value);
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspaceBytes));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(alignment_of(part.weight)));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(alignment_of(args.x)));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(alignment_of(part.y)));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(alignment_of(part.y)));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(alignment_of(product.weight)));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(alignment_of(product.x)));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(alignment_of(product.y)));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(alignment_of(product.y)));
   cublasLtMatmulHeuristicResult_t result = {};
   int found = 0;
   const cublasStatus_t status =
@@ -170,52 +189,29 @@ Status make_plan(const LinearArgs& args, const LinearPart& part, cublasLtHandle_
   return {};
 }
 
-Status run_part(const LinearArgs& args, const LinearPart& part, void* workspace, const Stream& stream,
-                bool& supported) {
-  const Library& lt = library();
+struct Planned {
+  cublasLtHandle_t handle;
+  Plan* plan;
+};
+
+/// The device's handle and the product's plan, both made when first asked for. To be called with the lock held, on the
+/// stream's device.
+Result<Planned> plan_for(const CublasltProduct& product, const Stream& stream) {
+  if (!cublaslt_found()) return unsupported("cuBLASLt was not found");
   Plans& plans = all_plans();
-  const std::lock_guard lock(plans.mutex);
   cublasLtHandle_t& handle = plans.handles[stream.ordinal];
   if (handle == nullptr) {
     const OutsideCapture outside;
-    VIVACE_TRY(checked(lt.create(&handle), "a handle"));
+    VIVACE_TRY(checked(library().create(&handle), "a handle"));
   }
-  const Key key = {stream.ordinal,
-                   args.x.shape[0],
-                   part.weight.shape[0],
-                   args.x.shape[1],
-                   args.x.stride[0],
-                   part.weight.stride[0],
-                   part.y.stride[0],
-                   static_cast<int64_t>(args.x.dtype),
-                   static_cast<int64_t>(part.weight.dtype),
-                   static_cast<int64_t>(part.y.dtype),
-                   part.bias.present(),
-                   alignment_of(args.x),
-                   alignment_of(part.weight),
-                   alignment_of(part.y)};
+  const Key key = key_of(product, stream);
   auto at = plans.plans.find(key);
   if (at == plans.plans.end()) {
     Plan plan;
-    VIVACE_TRY(make_plan(args, part, handle, plan));
+    VIVACE_TRY(make_plan(product, handle, plan));
     at = plans.plans.emplace(key, plan).first;
   }
-  Plan& plan = at->second;
-  supported = plan.supported;
-  if (!supported) return {};
-  const auto point = [&](cublasLtMatmulDescAttributes_t attribute, const void* pointer) {
-    return checked(lt.set_desc(plan.desc, attribute, &pointer, sizeof pointer), "a pointer");
-  };
-  if (part.bias.present()) VIVACE_TRY(point(CUBLASLT_MATMUL_DESC_BIAS_POINTER, part.bias.data));
-  if (args.x.dtype == DType::fp8_e4m3) {
-    VIVACE_TRY(point(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, part.weight_scale.data));
-    VIVACE_TRY(point(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, args.x_scale.data));
-  }
-  const float one = 1, zero = 0;
-  return checked(lt.matmul(handle, plan.desc, &one, part.weight.data, plan.weight, args.x.data, plan.x, &zero,
-                           part.y.data, plan.y, part.y.data, plan.y, &plan.algorithm, workspace,
-                           kWorkspaceBytes, cuda_stream(stream)),
-                 "a product");
+  return Planned{handle, &at->second};
 }
 
 }  // namespace
@@ -228,61 +224,47 @@ std::vector<std::string> cublaslt_names() {
   return {std::begin(kNames), std::end(kNames)};
 }
 
-int64_t linear_cublaslt_workspace(const LinearArgs&, const Stream&) {
-  return kWorkspaceBytes + kWorkspaceAlignment - 1;
+Result<bool> cublaslt_knows(const CublasltProduct& product, const Stream& stream) {
+  const device::DeviceGuard guard(stream.ordinal);
+  const std::lock_guard lock(all_plans().mutex);
+  VIVACE_TRY_ASSIGN(const Planned planned, plan_for(product, stream));
+  return planned.plan->supported;
 }
 
-Status linear_cublaslt(const LinearArgs& args, const Stream& stream) {
-  const int64_t needed = linear_cublaslt_workspace(args, stream);
-  const int64_t given = args.workspace.present() ? args.workspace.shape[0] : 0;
-  if (given < needed) {
-    return invalid_argument("linear: workspace.shape[0] is {}, needs {} bytes (linear_workspace_bytes)",
-                            given, needed);
+Status cublaslt_multiply(const CublasltProduct& product, const Stream& stream) {
+  const Library& lt = library();
+  const device::DeviceGuard guard(stream.ordinal);
+  const std::lock_guard lock(all_plans().mutex);
+  VIVACE_TRY_ASSIGN(const Planned planned, plan_for(product, stream));
+  Plan& plan = *planned.plan;
+  if (!plan.supported) {
+    return unsupported("cuBLASLt: its heuristic knows no algorithm for x {}, weight {} and y {}", to_string(product.x),
+                       to_string(product.weight), to_string(product.y));
   }
-  const auto address = reinterpret_cast<uintptr_t>(args.workspace.data);
+  const auto point = [&](cublasLtMatmulDescAttributes_t attribute, const void* pointer) {
+    return checked(lt.set_desc(plan.desc, attribute, &pointer, sizeof pointer), "a pointer");
+  };
+  if (product.bias.present()) VIVACE_TRY(point(CUBLASLT_MATMUL_DESC_BIAS_POINTER, product.bias.data));
+  if (product.x.dtype == DType::fp8_e4m3) {
+    VIVACE_TRY(point(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, product.weight_scale.data));
+    VIVACE_TRY(point(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, product.x_scale.data));
+  }
+  const auto address = reinterpret_cast<uintptr_t>(product.workspace);
   void* workspace = reinterpret_cast<void*>((address + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
                                             kWorkspaceAlignment);
-  const device::DeviceGuard guard(stream.ordinal);
-  for (int p = 0; p < args.part_count; ++p) {
-    const LinearPart& part = args.parts[p];
-    if (part.y.elements() == 0) continue;
-    bool supported = args.x.shape[1] > 0;  // without k, y is the bias
-    if (supported) VIVACE_TRY(run_part(args, part, workspace, stream, supported));
-    if (supported) continue;
-    // The heuristic knows no algorithm: our own product has the same needs.
-    LinearArgs alone = args;
-    alone.parts[0] = part;
-    alone.part_count = 1;
-    VIVACE_TRY(linear_cuda_mma(alone, stream));
-  }
-  return {};
-}
-
-}  // namespace vivace
-
-#elif VIVACE_CUDA
-
-#include "src/ops/linear/table.h"
-
-namespace vivace {
-
-bool cublaslt_found() {
-  return false;
-}
-std::vector<std::string> cublaslt_names() {
-  return {};
-}
-int64_t linear_cublaslt_workspace(const LinearArgs&, const Stream&) {
-  return 0;
-}
-Status linear_cublaslt(const LinearArgs&, const Stream&) {
-  return Status(Code::unsupported, "linear: built without cuBLASLt's header");
+  const float one = 1, zero = 0;
+  return checked(lt.matmul(planned.handle, plan.desc, &one, product.weight.data, plan.weight, product.x.data, plan.x,
+                           &zero, product.y.data, plan.y, product.y.data, plan.y, &plan.algorithm, workspace,
+                           kWorkspaceBytes, cuda_stream(stream)),
+                 "a product");
 }
 
 }  // namespace vivace
 
 #else
 
+#include "src/core/error.h"
+
 namespace vivace {
 
 bool cublaslt_found() {
@@ -290,6 +272,12 @@ bool cublaslt_found() {
 }
 std::vector<std::string> cublaslt_names() {
   return {};
+}
+Result<bool> cublaslt_knows(const CublasltProduct&, const Stream&) {
+  return unsupported("this build has no cuBLASLt; build it where nvcc and cublasLt.h are installed");
+}
+Status cublaslt_multiply(const CublasltProduct&, const Stream&) {
+  return unsupported("this build has no cuBLASLt; build it where nvcc and cublasLt.h are installed");
 }
 
 }  // namespace vivace

@@ -1,7 +1,15 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
+
+#include "vivace/status.h"
+#include "vivace/stream.h"
+#include "vivace/tensor.h"
+
+// Products by cuBLASLt, which is opened when first needed and never linked: the row cuda.cublaslt of linear, and what
+// benchmarks are timed beside.
 
 namespace vivace {
 
@@ -11,5 +19,24 @@ bool cublaslt_found();
 /// Where it is looked for, in order; the loader's own paths first. Empty where the program was built without
 /// its header.
 std::vector<std::string> cublaslt_names();
+
+/// What every product brings: 32 MiB, which NVIDIA recommends for Hopper, at any address.
+inline constexpr int64_t kCublasltWorkspaceBytes = (int64_t{32} << 20) + 255;
+
+/// y = x · weightᵀ + bias with x [m, k], weight [n, k], bias [n] and y [m, n], none of them empty; rows may be strided.
+/// x and weight are both f32, bf16 or fp8_e4m3, y is f32 or bf16; a bias goes with a bf16 y and is bf16.
+struct CublasltProduct {
+  Tensor x, weight, y;
+  Tensor bias;                   ///< optional
+  Tensor x_scale, weight_scale;  ///< with fp8: f32 [1]
+  bool tf32 = false;             ///< f32 factors are multiplied as tf32 instead of fp32
+  void* workspace = nullptr;     ///< kCublasltWorkspaceBytes on the device
+};
+
+/// Whether cuBLASLt's heuristic knows an algorithm for products of these shapes, types and alignments on this device.
+/// It is asked once for each. unsupported: cuBLASLt was not found. device_error: it refused something else.
+Result<bool> cublaslt_knows(const CublasltProduct& product, const Stream& stream);
+/// Enqueues the product. unsupported: the heuristic knows no algorithm, or cuBLASLt was not found.
+Status cublaslt_multiply(const CublasltProduct& product, const Stream& stream);
 
 }  // namespace vivace

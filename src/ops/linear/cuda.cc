@@ -1,18 +1,64 @@
-// y_p = x · weight_pᵀ + bias_p        the shared tensor-core product, a launch per part
+// y_p = x · weight_pᵀ + bias_p        a launch per part: the shared tensor-core product, or cuBLASLt's
 //
 // Two numbers for n outputs, inner size k, m tokens
 //   bytes  n k + m k + m n   elements; up to about a hundred tokens the weight is what counts
 //   flops  2 m n k
 //
-// A sum over k is never split, and tiles for few and for many tokens add in the same order: a token's bits do not
-// depend on how many tokens there are.
+// Our own product never splits a sum over k, and its tiles for few and for many tokens add in the same order: a token's
+// bits do not depend on how many tokens there are.
 
 #if VIVACE_CUDA
 
+#include <algorithm>
+
+#include "src/core/error.h"
 #include "src/ops/gemm/gemm.h"
+#include "src/ops/linear/cublaslt.h"
 #include "src/ops/linear/table.h"
 
 namespace vivace {
+
+namespace {
+
+CublasltProduct product_of(const LinearArgs& args, const LinearPart& part) {
+  return {.x = args.x,
+          .weight = part.weight,
+          .y = part.y,
+          .bias = part.bias,
+          .x_scale = args.x_scale,
+          .weight_scale = part.weight_scale,
+          .workspace = args.workspace.data};
+}
+
+}  // namespace
+
+int64_t linear_cublaslt_workspace(const LinearArgs&, const Stream&) {
+  return kCublasltWorkspaceBytes;
+}
+
+Result<bool> linear_cublaslt_knows(const LinearArgs& args, const Stream& stream) {
+  for (int p = 0; p < std::min(args.part_count, LinearArgs::kMaxParts); ++p) {
+    if (args.parts[p].y.elements() == 0) continue;
+    VIVACE_TRY_ASSIGN(const bool known, cublaslt_knows(product_of(args, args.parts[p]), stream));
+    if (!known) return false;
+  }
+  return true;
+}
+
+Status linear_cublaslt(const LinearArgs& args, const Stream& stream) {
+  const int64_t given = args.workspace.present() ? args.workspace.shape[0] : 0;
+  if (given < kCublasltWorkspaceBytes) {
+    return invalid_argument("linear: workspace.shape[0] is {}, needs {} bytes (linear_workspace_bytes)", given,
+                            kCublasltWorkspaceBytes);
+  }
+  for (int p = 0; p < args.part_count; ++p) {
+    if (args.parts[p].y.elements() == 0) continue;
+    if (Status status = cublaslt_multiply(product_of(args, args.parts[p]), stream); !status.ok()) {
+      return status.at("linear");
+    }
+  }
+  return {};
+}
 
 Status linear_cuda_mma(const LinearArgs& args, const Stream& stream) {
   for (int p = 0; p < args.part_count; ++p) {

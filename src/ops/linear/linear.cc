@@ -1,8 +1,11 @@
 #include "vivace/linear.h"
 
 #include <algorithm>
+#include <mutex>
 
 #include "src/core/checks.h"
+#include "src/core/log.h"
+#include "src/ops/linear/check_given.h"
 #include "src/ops/linear/cublaslt.h"
 #include "src/ops/linear/fp8_scales.h"
 #include "src/ops/linear/table.h"
@@ -24,9 +27,7 @@ int parts_of(const LinearArgs& args) {
   return std::clamp(args.part_count, 1, LinearArgs::kMaxParts);
 }
 
-}  // namespace
-
-Facts linear_facts(const LinearArgs& args) {
+Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
   const bool fp8 = args.x.dtype == DType::fp8_e4m3;
   int64_t block_parts = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
   int64_t weight_alignment = alignment_of(args.parts[0].weight), y_alignment = alignment_of(args.parts[0].y);
@@ -58,7 +59,31 @@ Facts linear_facts(const LinearArgs& args) {
       .add("x_alignment", alignment_of(args.x))
       .add("weight_alignment", weight_alignment)
       .add("y_alignment", y_alignment)
-      .add("cublaslt", int64_t{args.x.device == Device::cuda && cublaslt_found()});
+      .add("cublaslt", int64_t{args.x.device == Device::cuda && cublaslt_found()})
+      .add("cublaslt_algorithm", int64_t{cublaslt_algorithm});
+}
+
+/// The table; where cuBLASLt's row would run and the library, asked on this device, has no algorithm, knowing that.
+Result<const Operator<LinearArgs>*> table_for([[maybe_unused]] const LinearArgs& args,
+                                              [[maybe_unused]] const Stream& stream) {
+#if VIVACE_CUDA
+  const Row<LinearArgs>* row = stream.device == Device::cuda ? choose(kLinear, args, stream) : nullptr;
+  if (row != nullptr && row->run == linear_cublaslt) {
+    VIVACE_TRY_ASSIGN(const bool known, linear_cublaslt_knows(args, stream));
+    if (!known) return &kLinearWithoutAlgorithm;
+  }
+#endif
+  return &kLinear;
+}
+
+}  // namespace
+
+Facts linear_facts(const LinearArgs& args) {
+  return facts_of(args, true);
+}
+
+Facts linear_facts_without_algorithm(const LinearArgs& args) {
+  return facts_of(args, false);
 }
 
 Status linear(const LinearArgs& args, const Stream& stream) {
@@ -74,9 +99,8 @@ Status linear(const LinearArgs& args, const Stream& stream) {
       .that(args.part_count >= 1 && args.part_count <= LinearArgs::kMaxParts, "part_count", args.part_count,
             "1 to 3")
       .tensor("x", args.x, {"tokens", "k"})
-      .dtype("x", args.x, kOutputs | kFp8)
-      .that(args.x_scale.present() == fp8, "x_scale", args.x_scale.present(),
-            fp8 ? "scales with fp8 x" : "none");
+      .dtype("x", args.x, kOutputs | kFp8);
+  VIVACE_TRY(check_given(check, "linear", "x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none"));
   if (blocks) {
     check.define("k blocks", scale_blocks(args.x.shape[1]), "ceil(k / 128)")
         .tensor("x_scale", args.x_scale, {"tokens", "k blocks"});
@@ -93,9 +117,9 @@ Status linear(const LinearArgs& args, const Stream& stream) {
         .tensor(name.y, part.y, {"tokens", name.n})
         .dtype(name.weight, part.weight, weights)
         .dtype(name.bias, part.bias, kPlain)
-        .dtype(name.y, part.y, kOutputs)
-        .that(part.weight_scale.present() == fp8, name.scale, part.weight_scale.present(),
-              fp8 ? "scales with fp8 weights" : "none");
+        .dtype(name.y, part.y, kOutputs);
+    VIVACE_TRY(check_given(check, "linear", name.scale, part.weight_scale, fp8,
+                           fp8 ? "scales with fp8 weights" : "none"));
     if (blocks) {
       check.define(name.blocks, scale_blocks(part.weight.shape[0]), "ceil(n / 128)")
           .tensor(name.scale, part.weight_scale, {name.blocks, "k blocks"});
@@ -109,7 +133,16 @@ Status linear(const LinearArgs& args, const Stream& stream) {
       .dtype("workspace", args.workspace, dtypes_mask(DType::u8));
   VIVACE_TRY(check.status());
   if (outputs == 0) return {};
-  return dispatch(kLinear, args, stream);
+  VIVACE_TRY_ASSIGN(const Operator<LinearArgs>* table, table_for(args, stream));
+  VIVACE_TRY(dispatch(*table, args, stream));
+  if (table == &kLinearWithoutAlgorithm) {
+    static std::once_flag said;
+    std::call_once(said, [&] {
+      log_line(fmt::format("linear: cuBLASLt has no algorithm for x {} and weight {}; such calls run and count as {}",
+                           to_string(args.x), to_string(args.parts[0].weight), choose(*table, args, stream)->name));
+    });
+  }
+  return {};
 }
 
 Result<int64_t> linear_workspace_bytes(const LinearArgs& args, const Stream& stream) {
@@ -127,7 +160,8 @@ Cost linear_cost(const LinearArgs& args) {
 }
 
 Choice linear_explain(const LinearArgs& args, const Stream& stream) {
-  return explain(kLinear, args, stream);
+  const Result<const Operator<LinearArgs>*> table = table_for(args, stream);
+  return explain(table.ok() ? **table : kLinear, args, stream);
 }
 
 }  // namespace vivace

@@ -13,12 +13,16 @@ Status linear_cpu_fp8(const LinearArgs& args, const Stream& stream);
 int64_t linear_cpu_fp8_workspace(const LinearArgs& args, const Stream& stream);
 Status linear_cublaslt(const LinearArgs& args, const Stream& stream);
 int64_t linear_cublaslt_workspace(const LinearArgs& args, const Stream& stream);
+/// Whether cuBLASLt's heuristic knows an algorithm for every part of a call that the row otherwise takes.
+Result<bool> linear_cublaslt_knows(const LinearArgs& args, const Stream& stream);
 Status linear_cuda_mma(const LinearArgs& args, const Stream& stream);
 
 /// tokens, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: how many have a block
 /// format, another type than x, a y that is not f32, a bias that cuBLASLt does not add, an n that is no multiple of 16;
-/// and whether cuBLASLt was found (a call on a GPU looks).
+/// and whether cuBLASLt was found (a call on a GPU looks) and has an algorithm, which linear() asks on a device.
 Facts linear_facts(const LinearArgs& args);
+/// The same where cuBLASLt has none.
+Facts linear_facts_without_algorithm(const LinearArgs& args);
 
 inline constexpr Need kLinearQ8Needs[] = {
     {"x", Need::dtype_in, dtypes_mask(DType::f32)},
@@ -39,16 +43,32 @@ inline constexpr Need kLinearMmaNeeds[] = {
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
 };
-// fp8 came with 8.9. Blocks of scales would need those of x transposed.
 inline constexpr Need kLinearCublasltNeeds[] = {
-    {"cublaslt", Need::equals, 1},
     {"compute_capability", Need::at_least, 80},
     {"batch_invariant", Need::equals, 0},
-    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16)},
+    {"cublaslt_algorithm", Need::equals, 1},
+    {"cublaslt", Need::equals, 1},
     {"parts_of_other_type", Need::equals, 0},
+    {"parts_with_other_bias", Need::equals, 0},
+    {"k", Need::at_least, 1},
+    {"k_bytes", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+    {"y_alignment", Need::multiple_of, 16},
+};
+// fp8 came with 8.9. Blocks of scales would need those of x transposed.
+inline constexpr Need kLinearCublasltFp8Needs[] = {
+    {"x", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
+    {"compute_capability", Need::at_least, 89},
+    {"batch_invariant", Need::equals, 0},
     {"x_scaling", Need::equals, static_cast<int64_t>(Fp8Scaling::tensor)},
+    {"cublaslt_algorithm", Need::equals, 1},
+    {"cublaslt", Need::equals, 1},
+    {"parts_of_other_type", Need::equals, 0},
     {"parts_with_other_bias", Need::equals, 0},
     {"parts_with_odd_n", Need::equals, 0},
+    {"k", Need::at_least, 1},
     {"k_bytes", Need::multiple_of, 16},
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
@@ -59,6 +79,8 @@ inline constexpr Row<LinearArgs> kLinearRows[] = {
 #if VIVACE_CUDA
     {"cuda.cublaslt", Device::cuda, kLinearCublasltNeeds, linear_cublaslt,
      "cuBLASLt, an algorithm per shape by its heuristic", linear_cublaslt_workspace},
+    {"cuda.cublaslt.fp8", Device::cuda, kLinearCublasltFp8Needs, linear_cublaslt,
+     "the same on fp8 with a scale per tensor", linear_cublaslt_workspace},
     {"cuda.mma", Device::cuda, kLinearMmaNeeds, linear_cuda_mma,
      "tensor cores; sums over k in one order for any number of tokens"},
 #endif
@@ -74,5 +96,8 @@ inline constexpr Row<LinearArgs> kLinearRows[] = {
 
 inline constexpr Operator<LinearArgs> kLinear = {
     "linear", "x times one to three transposed weights, plus bias", linear_facts, kLinearRows};
+/// The same table for a call that cuBLASLt has no algorithm for.
+inline constexpr Operator<LinearArgs> kLinearWithoutAlgorithm = {kLinear.name, kLinear.summary,
+                                                                 linear_facts_without_algorithm, kLinear.rows};
 
 }  // namespace vivace
