@@ -6,6 +6,7 @@
 #include <iterator>
 #include <string>
 
+#include "src/engine/check_options.h"
 #include "src/engine/compute.h"
 #include "src/engine/model_runner.h"
 #include "vivace/sampler.h"
@@ -33,13 +34,11 @@ std::vector<model::OpUse> explain_step(model::Model& model, model::Phase phase, 
 
 Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
                                                 const std::vector<int64_t>& batches) {
+  VIVACE_TRY(engine::check_options(options));
   VIVACE_TRY_ASSIGN(const auto checkpoint, model::Checkpoint::open(options.model));
   Dispatch dispatch;
   if (!options.prefer.empty()) VIVACE_TRY(dispatch.prefer(options.prefer));
-  const int64_t largest = *std::max_element(batches.begin(), batches.end());
   model::ModelOptions model_options = engine::model_options_of(options);
-  model_options.max_tokens = std::max(model_options.max_tokens, largest);
-  model_options.max_requests = std::max(model_options.max_requests, largest);
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(options.device, 1));
   model_options.device = compute->device().device;
   model_options.ordinal = compute->device().ordinal;

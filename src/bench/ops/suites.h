@@ -1,15 +1,25 @@
 #pragma once
 
+#include <initializer_list>
+#include <string_view>
+
 #include "src/bench/ops/suite.h"
 
 // The suites, one file each.
 
 namespace vivace::bench {
 
-extern const OpSuite kRoofSuite, kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite, kGroupedGemmSuite,
-    kRouterGemmSuite, kSamplerSuite, kLayerSuite;
+extern const OpSuite kRoofSuite, kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite,
+    kGroupedGemmSuite, kRouterGemmSuite, kSamplerSuite, kLayerSuite;
 
 /// invalid_argument unless low <= value <= high.
 Status check_field(const OpWorkload& workload, std::string_view field, int64_t low, int64_t high);
+/// invalid_argument unless the field is one of these; gives its place among them.
+Result<size_t> choice_of(const OpWorkload& workload, std::string_view field,
+                         std::initializer_list<std::string_view> values);
+/// invalid_argument unless the workload's tensors, so many bytes in all, fit on one GPU.
+Status check_memory(const OpWorkload& workload, double bytes);
+/// An error about a field: "suite case: field is value, needs ...".
+Status refuse_field(const OpWorkload& workload, std::string_view field, std::string_view needs);
 
 }  // namespace vivace::bench
