@@ -30,4 +30,29 @@ class Memory {
   device::Buffer device_;
 };
 
+/// Hands out arrays of one piece of memory, each on lines of its own; with a null base it only counts. An array without
+/// elements is absent.
+class Layout {
+ public:
+  Layout(uint8_t* base, Device device) : base_(base), device_(device) {}
+  Tensor matrix(DType dtype, int64_t rows, int64_t columns) {
+    return take(Tensor(nullptr, dtype, {rows, columns}, device_));
+  }
+  Tensor vector(DType dtype, int64_t count) { return take(Tensor(nullptr, dtype, {count}, device_)); }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  Tensor take(Tensor array) {
+    constexpr int64_t kLine = 256;  // what wide accesses of any device want
+    if (array.elements() == 0) return {};
+    if (base_ != nullptr) array.data = base_ + bytes_;
+    bytes_ += (array.bytes() + kLine - 1) / kLine * kLine;
+    return array;
+  }
+
+  uint8_t* base_;
+  Device device_;
+  int64_t bytes_ = 0;
+};
+
 }  // namespace vivace::model
