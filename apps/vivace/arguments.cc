@@ -612,7 +612,7 @@ void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain) {
       "would not: in\n"
       "a decode step, and in a prompt chunk as long as --token-budget and the context allow. "
       "Layers that agree\n"
-      "are shown together.",
+      "are shown together. With --device cuda on a machine without a GPU, rows are those of an H200.",
       "Examples:\n"
       "  vivace ops explain --model model.gguf\n"
       "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");

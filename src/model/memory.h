@@ -10,7 +10,13 @@
 
 namespace vivace::model {
 
-/// Memory where a stream's operators run: host memory as ZeroMemory gives it, or device memory, filled with zeros.
+/// Whether the stream is of a GPU that is not here (ordinal < 0): calls can be described for it, and nothing runs.
+inline bool only_shapes(const Stream& stream) {
+  return stream.device == Device::cuda && stream.ordinal < 0;
+}
+
+/// Memory where a stream's operators run: host memory as ZeroMemory gives it, or device memory, filled with zeros. None
+/// where the stream has only shapes; tensors of it must not be read or written.
 class Memory {
  public:
   Memory() = default;

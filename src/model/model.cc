@@ -644,12 +644,14 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelO
   VIVACE_TRY(validate(config));
   VIVACE_TRY(check_options(config, options));
   VIVACE_TRY_ASSIGN(const RouterMode router_mode, router_mode_of(options.router_mode));
-  std::unique_ptr<device::OwnedStream> on_device;
-  if (options.device == Device::cuda) {
-    VIVACE_TRY_ASSIGN(on_device, device::OwnedStream::create(options.ordinal));
+  std::unique_ptr<device::OwnedStream> owned;
+  Stream stream{.device = options.device, .ordinal = options.ordinal};
+  if (options.device == Device::cuda && !only_shapes(stream)) {
+    VIVACE_TRY_ASSIGN(owned, device::OwnedStream::create(options.ordinal));
+    stream = owned->stream();
   }
   if (checkpoint.synthetic()) {
-    VIVACE_TRY_ASSIGN(graph.weights, synthetic_weights(config, on_device ? on_device->stream() : Stream{}));
+    VIVACE_TRY_ASSIGN(graph.weights, synthetic_weights(config, stream));
   } else {
     VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
     if (options.kv_dtype == DType::fp8_e4m3) {
@@ -658,7 +660,7 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelO
                              layers, config.layers));
       }
     }
-    if (on_device) VIVACE_TRY(place_weights(graph.weights, on_device->stream()));
+    if (options.device == Device::cuda) VIVACE_TRY(place_weights(graph.weights, stream));
   }
   graph.exact = options.exact;
   graph.deterministic = options.deterministic;

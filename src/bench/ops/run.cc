@@ -65,7 +65,7 @@ Result<std::vector<OpWorkload>> cases_named(const std::vector<OpWorkload>& liste
                    listed_once(listed, [](const OpWorkload& w) { return w.name; }));
 }
 
-/// Why none of the cases, of which there is one, can be changed in this field.
+/// Why none of the cases (there is one at least) can be changed in this field.
 Status no_such_field(const std::vector<OpWorkload>& cases, const OpWorkload::Field& field) {
   const auto text_of = [](const OpWorkload::Value& value) {
     return std::holds_alternative<std::string>(value) ? std::get<std::string>(value)
@@ -88,7 +88,7 @@ Status no_such_field(const std::vector<OpWorkload>& cases, const OpWorkload::Fie
 Result<OpWorkload> changed_case(const std::vector<OpWorkload>& listed, const OpFilter& filter) {
   VIVACE_TRY_ASSIGN(std::vector<OpWorkload> cases, cases_named(listed, filter));
   for (const OpWorkload::Field& field : filter.fields) {
-    // A text names what is computed with: among operators it chooses, elsewhere the suite knows more than are listed.
+    // Values change, but an operator is another kind of case.
     const auto lacks = [&](const OpWorkload& candidate) {
       const OpWorkload::Field* own = field_of(candidate, field.name);
       return own == nullptr || own->value.index() != field.value.index() ||
