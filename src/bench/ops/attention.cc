@@ -258,9 +258,7 @@ class PreparedAttention final : public PreparedOp {
 Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream, bool prefill) {
   VIVACE_TRY_ASSIGN(Shape shape, shape_of(w, prefill));
   const int64_t sets = sets_of(shape);
-  auto prepared = std::make_unique<PreparedAttention>(std::move(shape), sets);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  return prepared<PreparedAttention>(stream, std::move(shape), sets);
 }
 
 std::vector<OpWorkload> workloads(std::string_view suite, std::initializer_list<const char*> cases) {

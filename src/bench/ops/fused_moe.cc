@@ -236,9 +236,7 @@ Status follow(OpWorkload& changed, const OpWorkload& listed, const std::vector<O
 }
 
 Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
-  auto prepared = std::make_unique<PreparedFusedMoe>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  return prepared<PreparedFusedMoe>(stream, w);
 }
 
 }  // namespace

@@ -158,9 +158,7 @@ class LibraryLoop final : public PreparedOp {
 
 Result<std::unique_ptr<PreparedOp>> PreparedGroupedGemm::through_library(std::string_view row,
                                                                          const Stream& stream) {
-  auto library = std::make_unique<LibraryLoop>(*this, row);
-  VIVACE_TRY(library->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(library));
+  return prepared<LibraryLoop>(stream, *this, row);
 }
 
 /// The library takes no scales of 128 x 128 beside activations with scales of 1 x 128.
@@ -196,9 +194,7 @@ Status check(const OpWorkload& w) {
 }
 
 Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
-  auto prepared = std::make_unique<PreparedGroupedGemm>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  return prepared<PreparedGroupedGemm>(stream, w);
 }
 
 }  // namespace

@@ -70,13 +70,6 @@ class PreparedMatrixRoof final : public PreparedOp {
   Choice choice_;
 };
 
-template <class Prepared>
-Result<std::unique_ptr<PreparedOp>> made(bool option, const Stream& stream) {
-  auto prepared = std::make_unique<Prepared>(option);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
-}
-
 Status check(const OpWorkload& w) {
   for (const char* name : kCases) {
     if (w.name == name) return {};
@@ -85,8 +78,8 @@ Status check(const OpWorkload& w) {
 }
 
 Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
-  if (w.name == "read" || w.name == "copy") return made<PreparedMemoryRoof>(w.name == "copy", stream);
-  return made<PreparedMatrixRoof>(w.name == "fp8", stream);
+  if (w.name == "read" || w.name == "copy") return prepared<PreparedMemoryRoof>(stream, w.name == "copy");
+  return prepared<PreparedMatrixRoof>(stream, w.name == "fp8");
 }
 
 std::vector<OpWorkload> workloads() {

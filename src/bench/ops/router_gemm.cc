@@ -150,9 +150,7 @@ class LibraryRouterGemm final : public PreparedOp {
 
 Result<std::unique_ptr<PreparedOp>> PreparedRouterGemm::through_library(std::string_view row,
                                                                         const Stream& stream) {
-  auto library = std::make_unique<LibraryRouterGemm>(*this, row);
-  VIVACE_TRY(library->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(library));
+  return prepared<LibraryRouterGemm>(stream, *this, row);
 }
 
 std::vector<std::string> libraries(const OpWorkload& w) {
@@ -192,9 +190,7 @@ Status check(const OpWorkload& w) {
 }
 
 Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
-  auto prepared = std::make_unique<PreparedRouterGemm>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  return prepared<PreparedRouterGemm>(stream, w);
 }
 
 }  // namespace

@@ -102,9 +102,7 @@ Status check(const OpWorkload& w) {
 }
 
 Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
-  auto prepared = std::make_unique<PreparedSampler>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  return prepared<PreparedSampler>(stream, w);
 }
 
 }  // namespace

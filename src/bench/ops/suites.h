@@ -1,7 +1,9 @@
 #pragma once
 
 #include <initializer_list>
+#include <memory>
 #include <string_view>
+#include <utility>
 
 #include "src/bench/ops/suite.h"
 
@@ -11,6 +13,14 @@ namespace vivace::bench {
 
 extern const OpSuite kRoofSuite, kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite,
     kGroupedGemmSuite, kRouterGemmSuite, kSamplerSuite, kLayerSuite;
+
+/// An operator of the class Prepared, ready to be timed.
+template <class Prepared, class... Args>
+Result<std::unique_ptr<PreparedOp>> prepared(const Stream& stream, Args&&... args) {
+  auto op = std::make_unique<Prepared>(std::forward<Args>(args)...);
+  VIVACE_TRY(op->prepare(stream));
+  return std::unique_ptr<PreparedOp>(std::move(op));
+}
 
 /// invalid_argument unless low <= value <= high.
 Status check_field(const OpWorkload& workload, std::string_view field, int64_t low, int64_t high);
