@@ -54,12 +54,12 @@ Status check_quantize_paths(const std::string& model, const std::string& out);
 
 /// Writes the Hugging Face folder `model`, of f32, f16 or bf16 weights, as the fp8 folder `out`: the matrices of the
 /// layers in e4m3 with scales beside them, everything else as it is, experts one by one whatever the source's
-/// layout; then the files that a model folder needs beside them (tokenizer, chat template, generation_config.json, licence,
-/// notice and model card, nothing else), and config.json with its quantization_config last, so that an unfinished folder
-/// cannot be loaded. One matrix is in memory at a time.
+/// layout; then the files that a model folder needs beside them (tokenizer, chat template, generation_config.json,
+/// licence, notice and model card, nothing else), and config.json with its quantization_config last, so that an
+/// unfinished folder cannot be loaded. One matrix is in memory at a time.
 /// Fails  invalid_argument: `out` exists and is not empty, an option is out of range, a number of a tensor is not
-///        finite, or fp8_static has no calibration. unsupported: the model is a GGUF file, or fp8 already. io_error: writing
-///        failed; what was written is removed.
+///        finite, or fp8_static has no calibration. unsupported: the model is a GGUF file, or fp8 already. io_error:
+///        writing failed; what was written is removed.
 Result<QuantizeResult> quantize_folder(const std::string& model, const std::string& out,
                                        const QuantizeOptions& options, const Stream& stream);
 
