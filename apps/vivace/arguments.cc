@@ -7,10 +7,12 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <limits>
 #include <memory>
 
 #include "apps/vivace/value.h"
+#include "src/bench/ops/run.h"
 #include "src/bench/ops/suite.h"
 #include "src/core/error.h"
 #include "src/cpu/machine.h"
@@ -55,17 +57,32 @@ CLI::Option* repeated(CLI::App& app, const std::string& flag, const std::string&
       ->each([&texts](const std::string& text) { texts.push_back(text); });
 }
 
+/// The help shows the range where there is an end to it.
 CLI::Option* integer(CLI::App& app, const std::string& flag, int64_t low, int64_t high,
                      const std::string& help, std::function<void(int64_t)> use) {
+  const std::string type = high == kAny ? "N" : fmt::format("{}..{}", low, high);
   return add(
-      app, flag, "N", help, [=](const std::string& text) { return parse_integer(text, low, high); }, use);
+      app, flag, type, help, [=](const std::string& text) { return parse_integer(text, low, high); }, use);
+}
+
+/// A path, or another text that says nothing when it is empty.
+CLI::Option* filled(CLI::App& app, const std::string& flag, const std::string& type, const std::string& help,
+                    std::string& target) {
+  return add(
+      app, flag, type, help,
+      [type](const std::string& text) -> Result<std::string> {
+        if (!text.empty()) return text;
+        return invalid_argument("is '', needs a {}", type);
+      },
+      [&target](std::string text) { target = std::move(text); });
 }
 
 CLI::Option* number(CLI::App& app, const std::string& flag, double low, double high, bool above_low,
                     const std::string& help, std::function<void(double)> use) {
+  const std::string type = std::isfinite(high) ? fmt::format("{}..{}", low, high) : "X";
   return add(
-      app, flag, "X", help, [=](const std::string& text) { return parse_number(text, low, high, above_low); },
-      use);
+      app, flag, type, help,
+      [=](const std::string& text) { return parse_number(text, low, high, above_low); }, use);
 }
 
 Result<std::string> parse_device(const std::string& text) {
@@ -118,16 +135,23 @@ Result<int64_t> parse_threads(const std::string& text) {
                           value.status().message(), kPerCore, cores, cores == 1 ? "" : "s");
 }
 
-Result<std::string> parse_prefer(const std::string& text) {
-  const Status status = Dispatch().prefer(text);
-  if (!status.ok()) return status;
-  return text;
+void add_model(CLI::App& app, std::string& model) {
+  filled(app, "--model", "PATH", "A .gguf file, or a folder with config.json and safetensors", model)
+      ->required();
 }
 
-void add_model(CLI::App& app, std::string& model) {
-  app.add_option("--model", model, "A .gguf file, or a folder with config.json and safetensors")
-      ->required()
-      ->type_name("PATH");
+/// Rows that run alone. The message of a value that does not fit has the flag.
+CLI::Option* add_prefer(CLI::App& app, const std::string& help, std::string& prefer) {
+  return app
+      .add_option_function<std::string>(
+          "--prefer",
+          [&prefer](const std::string& text) {
+            const Status status = Dispatch().prefer(text);
+            if (!status.ok()) throw CLI::ValidationError(status.message(), CLI::ExitCodes::ValidationError);
+            prefer = text;
+          },
+          help)
+      ->type_name("OP=ROW");
 }
 
 /// The model, what it runs on and how.
@@ -151,7 +175,7 @@ void add_compute(CLI::App& app, EngineOptions& o) {
           "Type of stored keys and values: auto, f32, bf16 or fp8 [auto: f32 on the cpu, bf16 on a GPU]\n"
           "fp8 takes the checkpoint's scales, or 1",
           parse_kv_dtype, [&](DType dtype) { o.kv_dtype = dtype; }));
-  in_group(add(app, "--threads", "N", "Threads, at most 4 per core [one per core this process may use]",
+  in_group(add(app, "--threads", "N", "Threads, 1 to 4 per core [one per core this process may use]",
                parse_threads, [&](int64_t n) { o.threads = static_cast<int>(n); }));
   in_group(app.add_flag("--exact", o.exact,
                         "No quantisation of activations inside linear: slower, closer to fp32"));
@@ -159,19 +183,13 @@ void add_compute(CLI::App& app, EngineOptions& o) {
                         "A request gives the same bits whatever runs beside it"));
   in_group(add(app, "--router-mode", "MODE", "Accuracy of expert scores: exact or two_term [exact]",
                parse_router_mode, [&](std::string text) { o.router_mode = std::move(text); }));
-  in_group(app.add_option_function<std::string>(
-                  "--prefer",
-                  [&](const std::string& text) {
-                    const Result<std::string> value = parse_prefer(text);
-                    if (!value.ok())
-                      throw CLI::ValidationError(value.status().message(), CLI::ExitCodes::ValidationError);
-                    o.prefer = text;
-                  },
-                  "Use these rows alone: OP=ROW[,OP=ROW], such as linear=reference\nA call that they do "
-                  "not fit is an error with the reason")
-               ->type_name("OP=ROW"));
-  in_group(add(app, "--page-tokens", "N", "Tokens per page of keys and values, a power of two [16]",
-               parse_page_tokens, [&](int64_t n) { o.page_tokens = n; }));
+  in_group(add_prefer(app,
+                      "Use these rows alone: OP=ROW[,OP=ROW], such as linear=reference\nA call that they do "
+                      "not fit is an error with the reason",
+                      o.prefer));
+  in_group(add(app, "--page-tokens", "N",
+               "Tokens per page of keys and values, a power of two from 1 to 256 [16]", parse_page_tokens,
+               [&](int64_t n) { o.page_tokens = n; }));
 }
 
 /// The options that every command with an engine takes.
@@ -180,13 +198,13 @@ void add_engine(CLI::App& app, EngineOptions& o) {
   const auto in_group = [&](CLI::Option* option) {
     return option->group(app.get_option("--model")->get_group());
   };
-  in_group(integer(app, "--max-model-len", 1, kAny,
-                   "Longest prompt plus output, in tokens [the model's context]",
+  in_group(integer(app, "--max-model-len", 0, kAny,
+                   "Longest prompt plus output, in tokens; 0 takes the model's context [0]",
                    [&](int64_t n) { o.max_model_len = n; }));
   in_group(integer(app, "--max-batch", 1, 4096, "Requests that run at once [64]",
                    [&](int64_t n) { o.max_batch = n; }));
   in_group(integer(app, "--token-budget", 1, 1 << 20,
-                   "Tokens per step, prompt chunks and decodes together [512]",
+                   "Tokens per step, prompt chunks and decodes together; at least --max-batch [512]",
                    [&](int64_t n) { o.token_budget = n; }));
   in_group(add(
       app, "--kv-memory", "BYTES", "Memory for keys and values, such as 512M or 2G [fits the machine]",
@@ -295,8 +313,8 @@ void add_score(CLI::App& app, ScoreArgs& a) {
       "Example:\n"
       "  vivace score --model tests/data/tiny-qwen3-moe --text-file tests/data/tiny-qwen3-moe/sample.txt \\\n"
       "    --window 1024 --max-windows 4 --separator-id 0");
-  c.add_option("--text-file", a.text_file, "The text")->required()->type_name("FILE");
-  integer(c, "--window", 2, kAny, "Tokens per window, at most the model's context", [&](int64_t n) {
+  filled(c, "--text-file", "FILE", "The text", a.text_file)->required();
+  integer(c, "--window", 2, kAny, "Tokens per window, 2 to the model's context", [&](int64_t n) {
     a.window = n;
   })->required();
   integer(c, "--max-windows", 1, kAny, "Stop after this many windows [all]",
@@ -343,10 +361,8 @@ void add_quantize(CLI::App& app, QuantizeArgs& a) {
       "  vivace quantize --model tests/data/tiny-qwen3-moe --out /tmp/tiny-fp8 --scheme per-tensor \\\n"
       "    --calibration tests/data/tiny-qwen3-moe/sample.txt --max-windows 8\n"
       "  vivace quantize --model tests/data/tiny-hy3 --out /tmp/tiny-hy3-fp8 --scheme block128");
-  c.add_option("--model", a.model, "A folder with config.json and safetensors")
-      ->required()
-      ->type_name("PATH");
-  c.add_option("--out", a.out, "The folder to write; new, or empty")->required()->type_name("DIR");
+  filled(c, "--model", "PATH", "A folder with config.json and safetensors", a.model)->required();
+  filled(c, "--out", "DIR", "The folder to write; new, or empty", a.out)->required();
   add(
       c, "--scheme", "NAME", "per-tensor or block128",
       [](const std::string& text) -> Result<std::string> {
@@ -355,12 +371,20 @@ void add_quantize(CLI::App& app, QuantizeArgs& a) {
       },
       [&](std::string text) { a.scheme = std::move(text); })
       ->required();
-  c.add_option("--calibration", a.calibration_file, "Plain text; documents are separated by NUL bytes")
-      ->type_name("FILE");
-  integer(c, "--max-windows", 1, kAny, "Calibrate on this many windows of 1024 tokens [all]",
-          [&](int64_t n) { a.max_windows = n; });
-  number(c, "--margin", 1, 1000, false, "Activations may get this many times larger than in the text [1]",
-         [&](double x) { a.margin = x; });
+  auto* text =
+      filled(c, "--calibration", "FILE",
+             "Plain text of at least 32 tokens; documents are separated by NUL bytes", a.calibration_file);
+  auto* ids =
+      filled(c, "--calibration-ids", "FILE",
+             "Token ids instead of a text, for models without a tokenizer: numbers\nbetween white space, "
+             "commas or brackets",
+             a.calibration_ids);
+  text->excludes(ids);
+  auto* windows = integer(c, "--max-windows", 1, kAny, "Calibrate on this many windows of 1024 tokens [all]",
+                          [&](int64_t n) { a.max_windows = n; });
+  auto* margin =
+      number(c, "--margin", 1, 1000, false, "Activations may get this many times larger than in the text [1]",
+             [&](double x) { a.margin = x; });
   add(
       c, "--scale-dtype", "TYPE", "Type of the weights' scales: f32 or bf16 [f32]",
       [](const std::string& text) -> Result<DType> {
@@ -369,9 +393,22 @@ void add_quantize(CLI::App& app, QuantizeArgs& a) {
         return invalid_argument("is '{}', needs f32 or bf16", text);
       },
       [&](DType type) { a.scale_type = type; });
-  add(c, "--threads", "N", "Threads, at most 4 per core [one per core this process may use]", parse_threads,
+  add(c, "--threads", "N", "Threads, 1 to 4 per core [one per core this process may use]", parse_threads,
       [&](int64_t n) { a.threads = static_cast<int>(n); });
   c.add_flag("--json", a.json, "One JSON document instead of a table");
+  c.callback([&, text, ids, windows, margin] {
+    if (text->count() + ids->count() > 0) return;
+    if (a.scheme == "per-tensor") {
+      throw CLI::ValidationError(
+          "--calibration or --calibration-ids is needed with --scheme per-tensor: static scales of "
+          "activations "
+          "come from a text that is like what the model will read");
+    }
+    for (const CLI::Option* option : {windows, margin}) {
+      if (option->count() == 0) continue;
+      throw CLI::ValidationError(option->get_name() + " needs --calibration or --calibration-ids");
+    }
+  });
 }
 
 /// A line per suite: its name and what it times.
@@ -387,15 +424,24 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
   CLI::App& c = *add_command(
       bench, "ops",
       "Time single operators on a GPU beside the least time that their bytes and operations allow.\n\n"
-      "Each case is checked once against float64 on the same inputs, then timed: distinct inputs in turn, so that caches\n"
-      "are cold as in serving, one graph with a call per input, the median of its replays. The floor is bytes over 4.5 TB/s\n"
-      "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s, what an H200 sustains in microbenchmarks; --suite roof\n"
+      "Each case is checked once against float64 on the same inputs, then timed: distinct inputs in turn, so "
+      "that caches\n"
+      "are cold as in serving, one graph with a call per input, the median of its replays. The floor is "
+      "bytes over 4.5 TB/s\n"
+      "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s, what an H200 sustains in microbenchmarks; "
+      "--suite roof\n"
       "measures these on this machine.\n\n"
-      "Where cuBLASLt can do a case it is timed too, in the same way and on the same inputs, on lines of its own: in\n"
-      "router_gemm as cublas_fp32_with_cast (x widened first, as callers must), cublas_fp32, cublas_tf32 and\n"
+      "Where cuBLASLt can do a case it is timed too, in the same way and on the same inputs, on lines of its "
+      "own: in\n"
+      "router_gemm as cublas_fp32_with_cast (x widened first, as callers must), cublas_fp32, cublas_tf32 "
+      "and\n"
       "cublas_bf16, in grouped_gemm as cublaslt_loop (a call per group). Targets are for our rows alone.\n\n"
-      "--case with fields that no listed case has together makes a case of its own: what it does not name comes from the\n"
-      "listed case nearest to it.\n\n"
+      "--case with fields that no listed case has together makes a case of its own: what it does not name "
+      "comes from the\n"
+      "listed case nearest to it. In fused_moe another tp changes intermediate and another ep experts, "
+      "unless "
+      "they are\n"
+      "named too.\n\n"
       "Suites:" +
           suite_lines(),
       "Examples:\n"
@@ -403,20 +449,42 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "  vivace bench ops --suite fused_moe --case hy3,tokens=64,tp=8\n"
       "  vivace bench ops --suite layer --case op=linear --case op=rms_norm,tokens=128,y=bf16\n"
       "  vivace bench ops --suite attention_decode --case 5x3000,heads_q=40,heads_kv=8,kv=bf16\n"
-      "  vivace bench ops --suite router_gemm --prefer router_gemm=cuda --targets targets.json --json result.json");
-  c.add_option("--suite", a.suites, "Suite to run; may be given several times [all]")->type_name("NAME");
-  c.add_option("--case", a.cases,
-               "A case by name and fields, listed or of your own; may be given several times [all]")
-      ->type_name("NAME,FIELD=VALUE,...");
+      "  vivace bench ops --suite router_gemm --prefer router_gemm=cuda --targets targets.json --json "
+      "result.json");
+  const auto suites = std::make_shared<std::vector<std::string>>();
+  const auto cases = std::make_shared<std::vector<std::string>>();
+  repeated(c, "--suite", "NAME", "Suite to run; may be given several times [all]", *suites);
+  repeated(c, "--case", "NAME,FIELD=VALUE,...",
+           "A case by name and fields, listed or of your own; may be given several times [all]", *cases);
   add(
-      c, "--device", "NAME", "cuda or cuda:N [cuda]", parse_device, [&](std::string text) { a.device = std::move(text); });
-  c.add_option("--prefer", a.prefer, "Rows to run instead of the first that fits: OP=ROW[,OP=ROW]")->type_name("OP=ROW");
-  integer(c, "--replays", 20, 100000, "Replays that a median is taken of [20]", [&](int64_t n) { a.replays = n; });
-  c.add_option("--targets", a.targets_file, "JSON with target times; adds target and ratio columns")->type_name("FILE");
-  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")->type_name("FILE");
+      c, "--device", "NAME", "cuda or cuda:N [cuda]",
+      [](const std::string& text) -> Result<std::string> {
+        if (text != "cpu") return parse_device(text);
+        return invalid_argument(
+            "is 'cpu', needs cuda or cuda:N: these suites time a GPU (vivace-op-bench times CPU rows)");
+      },
+      [&](std::string text) { a.device = std::move(text); });
+  add_prefer(c, "Rows to run instead of the first that fits: OP=ROW[,OP=ROW]", a.prefer);
+  integer(c, "--replays", 20, 100000, "Replays that a median is taken of [20]",
+          [&](int64_t n) { a.replays = n; });
+  filled(c, "--targets", "FILE", "JSON with target times; adds target and ratio columns", a.targets_file);
+  filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);
   c.add_flag(
       "--no-baselines", [&](int64_t) { a.baselines = false; }, "Time no libraries beside our rows");
   c.add_flag("--list", a.list, "List the cases and stop");
+  c.callback([&a, suites, cases] {
+    std::vector<bench::OpFilter> filters;
+    for (const std::string& text : *cases) {
+      Result<bench::OpFilter> filter = bench::OpFilter::parse(text);
+      if (!filter.ok())
+        throw CLI::ValidationError(fmt::format("--case '{}': {}", text, filter.status().message()));
+      filters.push_back(std::move(*filter));
+    }
+    Result<std::vector<bench::OpWorkload>> workloads = bench::select_workloads(*suites, filters);
+    if (!workloads.ok())
+      throw CLI::ValidationError("--" + workloads.status().message());  // "suite is", "case 'x':"
+    a.workloads = std::move(*workloads);
+  });
 }
 
 Result<std::vector<int64_t>> parse_batches(const std::string& text) {
@@ -452,17 +520,25 @@ void add_bench_step(CLI::App& bench, BenchStepArgs& a) {
                    "  vivace bench step --model synthetic:qwen3-30b-a3b,layers=4 --device cuda --batch 16 "
                    "--prefer fused_moe=cuda\n"
                    "  vivace bench step --model tests/data/tiny-hy3 --batch 1,4 --context 256 --steps 16");
-  add(c, "--batch", "N[,N...]", "Requests per step; each number is measured by itself [1]", parse_batches,
-      [&](std::vector<int64_t> value) { a.batches = std::move(value); });
-  integer(c, "--context", 1, kAny, "Tokens that each request has, the one that is computed included [1024]",
-          [&](int64_t n) { a.context = n; });
-  integer(c, "--steps", 1, 1000000, "Steps that are timed, after a few that are not [64]",
+  add(c, "--batch", "N[,N...]", "Requests per step, 1 to 4096; each number is measured by itself [1]",
+      parse_batches, [&](std::vector<int64_t> value) { a.batches = std::move(value); });
+  integer(
+      c, "--context", 1, kAny,
+      "Tokens that each request has, the one that is computed included; at most the model's context [1024]",
+      [&](int64_t n) { a.context = n; });
+  // Fewer have no tenth and no ninetieth percentile beside the median.
+  integer(c, "--steps", 5, 1000000, "Steps that are timed, after a few that are not [64]",
           [&](int64_t n) { a.steps = n; });
   integer(c, "--seed", 0, kAny, "Of keys, values and draws [0]",
           [&](int64_t n) { a.seed = static_cast<uint64_t>(n); });
-  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")
-      ->type_name("FILE");
+  filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);
   add_compute(c, a.engine);
+}
+
+bool same_path(const std::string& a, const std::string& b) {
+  namespace fs = std::filesystem;
+  std::error_code failure;  // what cannot be resolved is compared as it is spelled
+  return fs::weakly_canonical(a, failure) == fs::weakly_canonical(b, failure);
 }
 
 void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArgs& step) {
@@ -505,10 +581,16 @@ void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArg
   number(c, "--temperature", 0, INFINITY, false, "0 takes the most likely token [0]",
          [&](double x) { a.temperature = x; });
   c.add_flag("--watch", a.watch, "Show the text of one request at a time as it streams (on standard error)");
-  c.add_option("--json", a.json_file, "Write all results to this file; - is standard output")
-      ->type_name("FILE");
-  c.add_option("--report", a.report_file, "Write one self-contained HTML page with plots")->type_name("FILE");
+  filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);
+  filled(c, "--report", "FILE", "Write one self-contained HTML page with plots", a.report_file);
   add_engine(c, a.engine);
+  c.callback([&a] {
+    if (a.report_file == "-") throw CLI::ValidationError("--report is '-', needs the path of an HTML file");
+    if (!a.report_file.empty() && same_path(a.report_file, a.json_file)) {
+      throw CLI::ValidationError(
+          fmt::format("--report is '{}', needs another file than --json", a.report_file));
+    }
+  });
 }
 
 void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain) {
@@ -530,13 +612,19 @@ void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain) {
       "would not: in\n"
       "a decode step, and in a prompt chunk as long as --token-budget and the context allow. "
       "Layers that agree\n"
-      "are shown together.",
+      "are shown together. With --device cuda on a machine without a GPU, rows are those of an H200.",
       "Examples:\n"
       "  vivace ops explain --model model.gguf\n"
       "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");
-  integer(e, "--batch", 1, 4096, "Requests in the decode step [1]", [&](int64_t n) { explain.batch = n; });
+  integer(e, "--batch", 1, 4096, "Requests in the decode step, at most --max-batch [1]",
+          [&](int64_t n) { explain.batch = n; });
   e.add_flag("--json", explain.json, "One JSON document instead of a table");
   add_engine(e, explain.engine);
+  e.callback([&explain] {
+    if (explain.batch <= explain.engine.max_batch) return;
+    throw CLI::ValidationError(fmt::format("--batch is {}, needs at most --max-batch = {}", explain.batch,
+                                           explain.engine.max_batch));
+  });
 }
 
 void add_doctor(CLI::App& app, DoctorArgs& a) {
@@ -547,7 +635,7 @@ void add_doctor(CLI::App& app, DoctorArgs& a) {
                              "Examples:\n"
                              "  vivace doctor\n"
                              "  vivace doctor --model model.gguf --json");
-  c.add_option("--model", a.model, "Also open this model and describe it")->type_name("PATH");
+  filled(c, "--model", "PATH", "Also open this model and describe it", a.model);
   c.add_flag("--json", a.json, "One JSON document instead of text");
 }
 

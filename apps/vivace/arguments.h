@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "src/bench/ops/workload.h"
 #include "vivace/engine.h"
 
 // The command line as plain structs. Values are in range when they get here; what only the model can judge (an id
@@ -41,7 +42,8 @@ struct TokenizeArgs {
 
 struct QuantizeArgs {
   std::string model, out, scheme;
-  std::string calibration_file;  ///< empty: none
+  std::string calibration_file;  ///< a text; empty: none
+  std::string calibration_ids;   ///< a file of token ids; empty: none
   int64_t max_windows = 0;       ///< of the calibration text; 0: all
   double margin = 1;
   DType scale_type = DType::f32;
@@ -64,7 +66,7 @@ struct BenchServeArgs {
 
 struct BenchOpsArgs {
   std::string device = "cuda", prefer;
-  std::vector<std::string> suites, cases;
+  std::vector<bench::OpWorkload> workloads;
   int64_t replays = 20;
   std::string targets_file, json_file;
   bool baselines = true;
@@ -95,8 +97,9 @@ struct DoctorArgs {
   bool json = false;
 };
 
-using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, QuantizeArgs, BenchServeArgs,
-                             BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs, DoctorArgs>;
+using Command =
+    std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, QuantizeArgs, BenchServeArgs,
+                 BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs, DoctorArgs>;
 
 struct Parsed {
   Command command;    ///< empty: nothing to run, the program ends with exit_code

@@ -112,7 +112,6 @@ Status write_results(const BenchServeArgs& args, const bench::Report& report) {
 
 /// What cannot be written is said before the run, not after it.
 Status check_outputs(const BenchServeArgs& args) {
-  if (args.report_file == "-") return invalid_argument("--report is '-', needs the path of an HTML file");
   if (!args.json_file.empty() && args.json_file != "-")
     VIVACE_TRY(check_writable(args.json_file).at("--json"));
   if (!args.report_file.empty()) VIVACE_TRY(check_writable(args.report_file).at("--report"));
@@ -178,6 +177,7 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
 }  // namespace
 
 int run(const BenchServeArgs& args) {
+  say_when_interrupted();
   int64_t failures = 0;
   const Status status = run_bench(args, failures);
   if (!status.ok()) return fail(status);

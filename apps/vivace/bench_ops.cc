@@ -18,11 +18,8 @@ namespace {
 std::string listing(const std::vector<bench::OpWorkload>& workloads) {
   std::string out;
   for (const bench::OpWorkload& workload : workloads) {
-    out += fmt::format("{:<18} {}", workload.suite, workload.name);
-    for (const auto& field : workload.fields) {
-      std::visit([&](const auto& value) { out += fmt::format(",{}={}", field.name, value); }, field.value);
-    }
-    out += "\n";
+    out += fmt::format("{:<18} {}{}{}\n", workload.suite, workload.name, workload.fields.empty() ? "" : ",",
+                       bench::fields_text(workload, ","));
   }
   return out;
 }
@@ -34,28 +31,23 @@ Result<std::string> read_text(const std::string& path) {
 }
 
 Status run_bench(const BenchOpsArgs& args) {
-  bench::OpRunOptions options{.suites = args.suites, .filters = {}, .replays = args.replays,
-                               .libraries = args.baselines, .progress = {}, .finished = {}};
-  for (const std::string& text : args.cases) {
-    Result<bench::OpFilter> filter = bench::OpFilter::parse(text);
-    if (!filter.ok()) return filter.status().at("--case");
-    options.filters.push_back(std::move(*filter));
-  }
-  VIVACE_TRY_ASSIGN(const std::vector<bench::OpWorkload> workloads, bench::select_workloads(options));
   if (args.list) {
-    write_out(listing(workloads));
+    write_out(listing(args.workloads));
     return {};
   }
+  bench::OpRunOptions options{
+      .replays = args.replays, .libraries = args.baselines, .progress = {}, .finished = {}};
   std::optional<bench::OpTargets> targets;
   if (!args.targets_file.empty()) {
-    VIVACE_TRY_ASSIGN(const std::string text, read_text(args.targets_file));
-    VIVACE_TRY_ASSIGN(targets, bench::OpTargets::parse(text));
+    const Result<std::string> text = read_text(args.targets_file);
+    if (!text.ok()) return text.status().at("--targets");
+    auto parsed = bench::OpTargets::parse(*text);
+    if (!parsed.ok()) return parsed.status().at("--targets " + args.targets_file);
+    targets = std::move(*parsed);
   }
-  if (!args.json_file.empty() && args.json_file != "-") VIVACE_TRY(check_writable(args.json_file));
+  if (!args.json_file.empty() && args.json_file != "-")
+    VIVACE_TRY(check_writable(args.json_file).at("--json"));
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(args.device, 0));
-  if (compute->device().device != Device::cuda) {
-    return unsupported("--device is '{}', needs cuda: these suites time a GPU (vivace-op-bench times CPU rows)", args.device);
-  }
   Dispatch dispatch;
   if (!args.prefer.empty()) VIVACE_TRY(dispatch.prefer(args.prefer));
   ProgressLine line;
@@ -70,7 +62,8 @@ Status run_bench(const BenchOpsArgs& args) {
     line.finish();
     if (table_shown) write_out(table.add(result));
   };
-  const std::vector<bench::OpResult> results = bench::run_workloads(workloads, options, compute->stream(&dispatch));
+  const std::vector<bench::OpResult> results =
+      bench::run_workloads(args.workloads, options, compute->stream(&dispatch));
   line.finish();
   if (table_shown) {
     write_out(table.end());
@@ -79,7 +72,8 @@ Status run_bench(const BenchOpsArgs& args) {
     print_json(bench::json_of(results));
   }
   for (const bench::OpResult& result : results) {
-    if (result.library && result.failure.code() == Code::unsupported) continue;  // the library cannot do this case
+    if (result.library && result.failure.code() == Code::unsupported)
+      continue;  // the library cannot do this case
     if (!result.failure.ok()) return result.failure.at(result.workload.suite + " " + result.workload.name);
   }
   return {};
@@ -88,6 +82,7 @@ Status run_bench(const BenchOpsArgs& args) {
 }  // namespace
 
 int run(const BenchOpsArgs& args) {
+  say_when_interrupted();
   const Status status = guarded("bench ops", [&] { return run_bench(args); });
   return status.ok() ? 0 : fail(status);
 }

@@ -66,9 +66,14 @@ Status run_bench(const BenchStepArgs& args) {
     VIVACE_TRY_ASSIGN(report.device, describe(compute->stream(nullptr)));
   }
   note(fmt::format("{}: loading", args.engine.model));
-  VIVACE_TRY_ASSIGN(const auto runner,
-                    engine::make_model_runner(checkpoint, options,
-                                              bench::pages_for_steps(report.options, options.page_tokens)));
+  const int64_t pages = bench::pages_for_steps(report.options, options.page_tokens);
+  auto made = engine::make_model_runner(checkpoint, options, pages);
+  if (made.status().code() == Code::out_of_memory) {
+    return made.status().at(fmt::format("--batch {} with --context {}", options.max_batch, args.context));
+  }
+  VIVACE_TRY_ASSIGN(const auto runner, std::move(made));
+  note(fmt::format("filling {} pages with {:.2f} GB of keys and values", pages,
+                   static_cast<double>(pages * runner->model().page_bytes()) * 1e-9));
   ProgressLine line;
   double done = 0;
   VIVACE_TRY_ASSIGN(report.points, bench::time_steps(*runner, report.options, [&](int64_t batch) {
@@ -93,6 +98,7 @@ Status run_bench(const BenchStepArgs& args) {
 }  // namespace
 
 int run(const BenchStepArgs& args) {
+  say_when_interrupted();
   const Status status = guarded("bench step", [&] { return run_bench(args); });
   return status.ok() ? 0 : fail(status);
 }

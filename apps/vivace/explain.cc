@@ -6,6 +6,8 @@
 #include <iterator>
 #include <string>
 
+#include "apps/vivace/output.h"
+#include "src/engine/check_options.h"
 #include "src/engine/compute.h"
 #include "src/engine/decode_bucket.h"
 #include "src/engine/model_runner.h"
@@ -30,22 +32,41 @@ std::vector<model::OpUse> explain_step(model::Model& model, model::Phase phase, 
   return uses;
 }
 
+/// What calls are explained for.
+struct Place {
+  std::unique_ptr<engine::Compute> compute;  ///< null: a GPU that is not here
+  Stream stream;
+};
+
+Result<Place> place_of(const std::string& device) {
+  std::string why;
+  VIVACE_TRY_ASSIGN(const engine::DeviceName name, engine::parse_device(device));
+  if (name.device == Device::cuda && device::compiled_with_cuda() && device::device_count(&why) == 0) {
+    note("rows are those of an H200 (compute capability 9.0), with this machine's libraries: " + why);
+    return Place{.compute = nullptr,
+                 .stream = {.device = Device::cuda, .ordinal = -1, .compute_capability = 90}};
+  }
+  Place place;
+  VIVACE_TRY_ASSIGN(place.compute, engine::Compute::create(device, 1));
+  place.stream = place.compute->stream(nullptr);
+  return place;
+}
+
 }  // namespace
 
 Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
                                                 const std::vector<int64_t>& batches) {
+  VIVACE_TRY(engine::check_options(options));
   VIVACE_TRY_ASSIGN(const auto checkpoint, model::Checkpoint::open(options.model));
   Dispatch dispatch;
   if (!options.prefer.empty()) VIVACE_TRY(dispatch.prefer(options.prefer));
-  const int64_t largest = *std::max_element(batches.begin(), batches.end());
   model::ModelOptions model_options = engine::model_options_of(options);
-  model_options.max_tokens = std::max(model_options.max_tokens, largest);
-  model_options.max_requests = std::max(model_options.max_requests, largest);
-  VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(options.device, 1));
-  model_options.device = compute->device().device;
-  model_options.ordinal = compute->device().ordinal;
+  VIVACE_TRY_ASSIGN(const Place place, place_of(options.device));
+  Stream stream = place.stream;
+  stream.dispatch = &dispatch;
+  model_options.device = stream.device;
+  model_options.ordinal = stream.ordinal;
   VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*checkpoint, model_options));
-  const Stream stream = compute->stream(&dispatch);
   std::vector<model::OpUse> uses = explain_decodes(*model, batches, stream);
   const int64_t chunk = std::min(options.token_budget, model->max_model_len());
   std::ranges::move(explain_step(*model, model::Phase::prefill, chunk, 1, stream), std::back_inserter(uses));

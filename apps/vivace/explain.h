@@ -13,7 +13,8 @@ namespace vivace::cli {
 
 /// The operator calls of decode steps with these numbers of requests and of one prompt chunk, as long as the token
 /// budget and the context allow, with the sampler after each; and which rows they would take under the engine's
-/// options. Binds the model's weights, runs nothing.
+/// options. Where --device is cuda and there is no GPU they are those of an H200, and a line says so. Binds the model's
+/// weights, runs nothing.
 Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
                                                 const std::vector<int64_t>& batches);
 

@@ -8,7 +8,10 @@ Result<ModelFiles> open_model_files(const std::string& path) {
   ModelFiles files;
   VIVACE_TRY_ASSIGN(files.checkpoint, model::Checkpoint::open(path));
   if (files.checkpoint->tokenizer().present()) {
-    VIVACE_TRY_ASSIGN(files.tokenizer, model::Tokenizer::create(files.checkpoint->tokenizer()));
+    Result<std::unique_ptr<model::Tokenizer>> tokenizer =
+        model::Tokenizer::create(files.checkpoint->tokenizer());
+    if (!tokenizer.ok()) return tokenizer.status().at(path);
+    files.tokenizer = std::move(*tokenizer);
   }
   return files;
 }

@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "src/core/error.h"
@@ -71,10 +73,22 @@ Status write_file(const std::string& path, std::string_view text) {
 }
 
 Status check_writable(const std::string& path) {
+  std::error_code failure;
+  const bool there = std::filesystem::exists(path, failure);
   std::FILE* file = std::fopen(path.c_str(), "ab");
   if (file == nullptr) return io_error("{}: cannot be written: {}", path, std::strerror(errno));
   std::fclose(file);
+  if (!there) std::filesystem::remove(path, failure);
   return {};
+}
+
+void say_when_interrupted() {
+  std::signal(SIGINT, [](int signal) {  // async-signal-safe calls alone
+    constexpr std::string_view kText = "\nvivace: interrupted; no --json and no --report is written\n";
+    [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, kText.data(), kText.size());
+    std::signal(signal, SIG_DFL);
+    std::raise(signal);
+  });
 }
 
 std::string visible(std::string_view bytes) {

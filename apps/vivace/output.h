@@ -26,8 +26,10 @@ void note(const std::string& text);
 /// Standard error is a terminal: a progress line may be redrawn.
 bool interactive();
 Status write_file(const std::string& path, std::string_view text);
-/// Whether write_file could work: the file is made when it does not exist, and left as it is when it does.
+/// Whether write_file could work. Leaves the file as it is, and leaves none where there was none.
 Status check_writable(const std::string& path);
+/// From here on an interrupt (Ctrl-C) is said on standard error before it ends the program.
+void say_when_interrupted();
 /// Control characters as escapes and invalid UTF-8 as U+FFFD, so that a token can be shown inside a line.
 std::string visible(std::string_view bytes);
 

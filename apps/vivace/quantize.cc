@@ -8,6 +8,7 @@
 #include "apps/vivace/commands.h"
 #include "apps/vivace/model_files.h"
 #include "apps/vivace/output.h"
+#include "apps/vivace/value.h"
 #include "src/core/error.h"
 #include "src/core/guard.h"
 #include "src/engine/compute.h"
@@ -18,19 +19,37 @@ namespace vivace::cli {
 namespace {
 
 constexpr int64_t kWindow = 1024;  // tokens that calibration reads at once, unless the context is shorter
+constexpr int64_t kLeastTokens = 32;
+
+/// The tokens to calibrate on: of a text, or from a file of ids.
+Result<std::vector<int32_t>> calibration_ids(const QuantizeArgs& args, const ModelFiles& files) {
+  const bool text_given = !args.calibration_file.empty();
+  const std::string flag = text_given ? "--calibration" : "--calibration-ids";
+  const std::string& path = text_given ? args.calibration_file : args.calibration_ids;
+  auto file = model::MappedFile::open(path);
+  if (!file.ok()) return file.status().at(flag);
+  const std::span<const uint8_t> bytes = (*file)->bytes();
+  const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  std::vector<int32_t> ids;
+  if (text_given) {
+    VIVACE_TRY(need_tokenizer(files, args.model, "--calibration-ids takes token ids instead of a text"));
+    const std::vector<int32_t>& ends = files.checkpoint->config().eos_ids;
+    VIVACE_TRY_ASSIGN(ids, model::score_ids(*files.tokenizer, text, ends.empty() ? 0 : ends.front()));
+  } else {
+    Result<std::vector<int32_t>> parsed = parse_id_file(text, files.checkpoint->config().vocab);
+    if (!parsed.ok()) return parsed.status().at(flag + " " + path);
+    ids = std::move(*parsed);
+  }
+  if (std::ssize(ids) >= kLeastTokens) return ids;
+  return invalid_argument("{} {} has {} token{}, needs at least {}: ranges come from what it shows", flag,
+                          path, ids.size(), ids.size() == 1 ? "" : "s", kLeastTokens);
+}
 
 /// The activations of the model on the calibration text.
 Result<model::Calibration> calibration_of(const QuantizeArgs& args, const Stream& stream) {
   VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(args.model));
-  VIVACE_TRY(need_tokenizer(files, args.model, "calibration needs one to read the text"));
-  auto text = model::MappedFile::open(args.calibration_file);
-  if (!text.ok()) return text.status().at("--calibration");
-  const std::span<const uint8_t> bytes = (*text)->bytes();
+  VIVACE_TRY_ASSIGN(const std::vector<int32_t> ids, calibration_ids(args, files));
   const model::ModelConfig& config = files.checkpoint->config();
-  VIVACE_TRY_ASSIGN(
-      const std::vector<int32_t> ids,
-      model::score_ids(*files.tokenizer, {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
-                       config.eos_ids.empty() ? 0 : config.eos_ids.front()));
   ProgressLine line;
   model::ScoreOptions options{.window = std::min(kWindow, config.max_position),
                               .max_windows = args.max_windows};
@@ -52,18 +71,12 @@ Result<Outcome> run_quantize(const QuantizeArgs& args) {
   model::QuantizeOptions options{.scale_type = args.scale_type, .margin = args.margin};
   options.format =
       args.scheme == "block128" ? model::WeightFormat::fp8_block128 : model::WeightFormat::fp8_static;
-  if (args.scheme != "block128" && args.calibration_file.empty()) {
-    return invalid_argument(
-        "--calibration is needed with --scheme per-tensor: static scales of activations come from a text "
-        "that is like "
-        "what the model will read");
-  }
   VIVACE_TRY(model::check_quantize_paths(args.model, args.out));
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create("cpu", args.threads));
   const Stream stream = compute->stream(nullptr);
   Outcome outcome;
   model::Calibration calibration;
-  if (!args.calibration_file.empty()) {
+  if (!args.calibration_file.empty() || !args.calibration_ids.empty()) {
     VIVACE_TRY_ASSIGN(calibration, calibration_of(args, stream));
     options.calibration = &calibration;
     outcome.score = calibration.score;
@@ -80,18 +93,31 @@ Result<Outcome> run_quantize(const QuantizeArgs& args) {
   return outcome;
 }
 
+/// What the figures of a whole group can hide.
+void warn(const QuantizeArgs& args, const Outcome& outcome) {
+  for (const model::QuantizedGroup& group : outcome.result.groups) {
+    if (group.worst_mean_error <= model::kPoorMeanError) continue;
+    note(fmt::format(
+        "warning: {}: its weights are off by {:.0f} % in the mean (2 % is usual): some are so large "
+        "that their scale does not suit the others{}",
+        group.worst_matrix, 100 * group.worst_mean_error,
+        args.scheme == "block128" ? "" : "; --scheme block128 keeps that to blocks of 128 x 128"));
+  }
+}
+
 void print_table(const QuantizeArgs& args, const Outcome& outcome) {
   const model::QuantizeResult& r = outcome.result;
   const auto megabytes = [](int64_t bytes) { return static_cast<double>(bytes) * 1e-6; };
-  std::string text =
-      fmt::format("{:<16}{:>10}{:>14}{:>14}{:>18}\n", "", "matrices", "MB before", "MB after", "rms error");
+  std::string text = fmt::format("{:<16}{:>10}{:>14}{:>14}{:>14}{:>14}{:>16}\n", "", "matrices", "MB before",
+                                 "MB after", "rms error", "became 0", "worst matrix");
   for (const model::QuantizedGroup& group : r.groups) {
-    text += fmt::format("{:<16}{:>10}{:>14.2f}{:>14.2f}{:>17.2f}%\n", group.name, group.matrices,
-                        megabytes(group.bytes_before), megabytes(group.bytes_after),
-                        100 * group.relative_error());
+    text += fmt::format("{:<16}{:>10}{:>14.2f}{:>14.2f}{:>13.2f}%{:>13.2f}%{:>15.2f}%\n", group.name,
+                        group.matrices, megabytes(group.bytes_before), megabytes(group.bytes_after),
+                        100 * group.relative_error(), 100 * group.lost_share(), 100 * group.worst_mean_error);
   }
   text += fmt::format("{:<16}{:>10}{:>14.2f}{:>14.2f}\n", "kept", r.kept_tensors, megabytes(r.kept_bytes),
                       megabytes(r.kept_bytes));
+  text += "became 0: of the weights that were not; worst matrix: the largest mean of |error| / |weight|\n";
   if (outcome.score.tokens > 0) {
     text += fmt::format("calibration: {} predictions, perplexity {:.4f}\n", outcome.score.tokens,
                         outcome.score.perplexity);
@@ -112,7 +138,10 @@ void print_document(const QuantizeArgs& args, const Outcome& outcome) {
                       {"matrices", group.matrices},
                       {"bytes_before", group.bytes_before},
                       {"bytes_after", group.bytes_after},
-                      {"rms_relative_error", group.relative_error()}});
+                      {"rms_relative_error", group.relative_error()},
+                      {"lost_share", group.lost_share()},
+                      {"worst_mean_relative_error", group.worst_mean_error},
+                      {"worst_matrix", group.worst_matrix}});
   }
   nlohmann::ordered_json document = {{"out", args.out},
                                      {"scheme", args.scheme},
@@ -133,6 +162,7 @@ void print_document(const QuantizeArgs& args, const Outcome& outcome) {
 int run(const QuantizeArgs& args) {
   const Result<Outcome> outcome = guarded("quantize", [&] { return run_quantize(args); });
   if (!outcome.ok()) return fail(outcome.status());
+  warn(args, *outcome);
   if (args.json) {
     print_document(args, *outcome);
   } else {

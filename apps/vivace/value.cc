@@ -1,5 +1,6 @@
 #include "apps/vivace/value.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
@@ -10,12 +11,18 @@ namespace vivace::cli {
 
 namespace {
 
+/// The whole text as a number; result_out_of_range for one that T does not hold.
 template <class T>
-bool whole(std::string_view text, T& value) {
+std::errc parse_whole(std::string_view text, T& value) {
   if (text.starts_with('+')) text.remove_prefix(1);
   const char* end = text.data() + text.size();
   const auto [stop, code] = std::from_chars(text.data(), end, value);
-  return code == std::errc() && stop == end && !text.empty();
+  return stop == end && !text.empty() ? code : std::errc::invalid_argument;
+}
+
+template <class T>
+bool whole(std::string_view text, T& value) {
+  return parse_whole(text, value) == std::errc();
 }
 
 constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
@@ -24,8 +31,9 @@ constexpr int64_t kMaxId = std::numeric_limits<int32_t>::max();
 
 Result<int64_t> parse_integer(std::string_view text, int64_t low, int64_t high) {
   int64_t value = 0;
-  if (whole(text, value) && value >= low && value <= high) return value;
-  if (high == std::numeric_limits<int64_t>::max()) {
+  const std::errc code = parse_whole(text, value);
+  if (code == std::errc() && value >= low && value <= high) return value;
+  if (high == std::numeric_limits<int64_t>::max() && code != std::errc::result_out_of_range) {
     return invalid_argument("is '{}', needs an integer of at least {}", text, low);
   }
   return invalid_argument("is '{}', needs an integer from {} to {}", text, low, high);
@@ -87,6 +95,24 @@ Result<std::vector<int32_t>> parse_ids(std::string_view text) {
     if (comma == std::string_view::npos) return ids;
     rest.remove_prefix(comma + 1);
   }
+}
+
+Result<std::vector<int32_t>> parse_id_file(std::string_view text, int64_t vocab) {
+  constexpr std::string_view kBetween = " \t\r\n,[]";
+  constexpr size_t kMostShown = 40;
+  std::vector<int32_t> ids;
+  for (size_t begin = text.find_first_not_of(kBetween); begin != std::string_view::npos;) {
+    const size_t end = std::min(text.find_first_of(kBetween, begin), text.size());
+    const std::string_view item = text.substr(begin, end - begin);
+    int64_t id = 0;
+    if (!whole(item, id) || id < 0 || id >= vocab) {
+      return invalid_argument("id {} is '{}', needs 0 to {}", ids.size(), item.substr(0, kMostShown),
+                              vocab - 1);
+    }
+    ids.push_back(static_cast<int32_t>(id));
+    begin = text.find_first_not_of(kBetween, end);
+  }
+  return ids;
 }
 
 Result<std::pair<int32_t, float>> parse_bias(std::string_view text) {

@@ -19,6 +19,8 @@ Result<double> parse_number(std::string_view text, double low, double high, bool
 Result<int64_t> parse_bytes(std::string_view text);
 /// "1,2,3": token ids, at least one.
 Result<std::vector<int32_t>> parse_ids(std::string_view text);
+/// A file of token ids below `vocab`: numbers between white space, commas or brackets, as JSON lists have them.
+Result<std::vector<int32_t>> parse_id_file(std::string_view text, int64_t vocab);
 /// "17=-2.5": a token id and a finite number.
 Result<std::pair<int32_t, float>> parse_bias(std::string_view text);
 

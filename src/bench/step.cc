@@ -300,6 +300,11 @@ std::string to_text(const StepReport& report) {
       "values over the\n"
       "rate at which this device reads memory; of floor: floor over median. Activations and logits are not "
       "counted.\n";
+  if (std::ranges::any_of(report.points, [](const StepPoint& p) { return p.share_of_floor() > 1; })) {
+    out +=
+        "of floor above 1: caches hold part of what a step reads, so it takes less than reading all from "
+        "memory.\n";
+  }
   return out + "\n" + rows_text(report.rows);
 }
 

@@ -20,9 +20,9 @@ Result<std::unique_ptr<Engine>> create_engine(const EngineOptions& options) {
   const std::shared_ptr<const model::Checkpoint> checkpoint = std::move(opened);
   std::shared_ptr<const model::Tokenizer> tokenizer;
   if (checkpoint->tokenizer().present()) {
-    VIVACE_TRY_ASSIGN(std::unique_ptr<model::Tokenizer> made,
-                      model::Tokenizer::create(checkpoint->tokenizer()));
-    tokenizer = std::move(made);
+    Result<std::unique_ptr<model::Tokenizer>> made = model::Tokenizer::create(checkpoint->tokenizer());
+    if (!made.ok()) return made.status().at(options.model);
+    tokenizer = std::move(*made);
   }
   VIVACE_TRY_ASSIGN(std::unique_ptr<engine::Runner> runner, engine::make_model_runner(checkpoint, options));
   if (tokenizer != nullptr) return engine::make_engine(std::move(runner), std::move(tokenizer), options);

@@ -132,8 +132,10 @@ Status DecoderRunner::prepare(const EngineOptions& options, int64_t pages) {
   pads_ = on_gpu();
   VIVACE_TRY_ASSIGN(const int64_t available, available_bytes());
   if (pages > 0 && available > 0 && pages > available / model_->page_bytes()) {
-    return error(Code::out_of_memory, "{} KV pages of {} bytes are asked for, {} bytes are available", pages,
-                 model_->page_bytes(), available);
+    return error(Code::out_of_memory,
+                 "{} KV pages of {} bytes are asked for, {} bytes are available; fewer or shorter requests "
+                 "need less",
+                 pages, model_->page_bytes(), available);
   }
   if (pages == 0) {
     const int64_t page_tokens = model_->options().page_tokens;

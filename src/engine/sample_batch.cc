@@ -12,24 +12,7 @@ namespace vivace::engine {
 
 namespace {
 
-constexpr int64_t kLine = 256;
-
-/// Hands out arrays of one piece of memory; with a null base it only counts.
-class Layout {
- public:
-  Layout(uint8_t* base, Device device) : base_(base), device_(device) {}
-  Tensor take(DType dtype, std::initializer_list<int64_t> shape) {
-    Tensor tensor(base_ == nullptr ? nullptr : base_ + bytes_, dtype, shape, device_);
-    bytes_ += (tensor.bytes() + kLine - 1) / kLine * kLine;
-    return tensor;
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  uint8_t* base_;
-  Device device_;
-  int64_t bytes_ = 0;
-};
+using model::Layout;
 
 /// The sampler's fp32; what was above 0 stays so.
 float positive(double value) {
@@ -52,24 +35,24 @@ std::pair<SampleBatch::Parameters, int64_t> SampleBatch::lay_out(uint8_t* memory
   Layout layout(memory, device);
   Parameters p;
   for (Tensor* array : {&p.temperature, &p.top_p, &p.min_p, &p.repetition, &p.presence, &p.frequency}) {
-    *array = layout.take(DType::f32, {rows});
+    *array = layout.vector(DType::f32, rows);
   }
-  for (Tensor* array : {&p.top_k, &p.state}) *array = layout.take(DType::i32, {rows});
-  p.bias_start = layout.take(DType::i32, {rows + 1});
-  for (Tensor* array : {&p.seed, &p.position}) *array = layout.take(DType::i64, {rows});
-  p.bias_ids = layout.take(DType::i32, {biases});
-  p.bias_values = layout.take(DType::f32, {biases});
+  for (Tensor* array : {&p.top_k, &p.state}) *array = layout.vector(DType::i32, rows);
+  p.bias_start = layout.vector(DType::i32, rows + 1);
+  for (Tensor* array : {&p.seed, &p.position}) *array = layout.vector(DType::i64, rows);
+  p.bias_ids = layout.vector(DType::i32, biases);
+  p.bias_values = layout.vector(DType::f32, biases);
   return {p, layout.bytes()};
 }
 
 std::pair<SampleBatch::Results, int64_t> SampleBatch::lay_out_results(uint8_t* memory, Device device, int64_t rows) {
   Layout layout(memory, device);
   Results r;
-  r.ids = layout.take(DType::i32, {rows});
-  r.valid = layout.take(DType::u8, {rows});
-  r.logprobs = layout.take(DType::f32, {rows});
-  r.top_ids = layout.take(DType::i32, {rows * kMaxLogprobs});
-  r.top_logprobs = layout.take(DType::f32, {rows * kMaxLogprobs});
+  r.ids = layout.vector(DType::i32, rows);
+  r.valid = layout.vector(DType::u8, rows);
+  r.logprobs = layout.vector(DType::f32, rows);
+  r.top_ids = layout.vector(DType::i32, rows * kMaxLogprobs);
+  r.top_logprobs = layout.vector(DType::f32, rows * kMaxLogprobs);
   return {r, layout.bytes()};
 }
 

@@ -3,9 +3,9 @@
 #include <filesystem>
 
 #include "src/core/error.h"
-#include "src/model/synthetic.h"
 #include "src/model/gguf_model.h"
 #include "src/model/mapped_checkpoint.h"
+#include "src/model/synthetic.h"
 
 namespace vivace::model {
 
@@ -22,6 +22,11 @@ Result<Tensor> MappedCheckpoint::tensor(std::string_view name) const {
   return it->second.tensor;
 }
 
+std::string MappedCheckpoint::name_in_files(std::string_view name) const {
+  const auto it = tensors.find(name);
+  return it == tensors.end() ? std::string(name) : it->second.name_in_files;
+}
+
 void MappedCheckpoint::drop_pages(const Tensor& tensor) const {
   if (tensor.data == nullptr || !tensor.contiguous()) return;
   const std::span<const uint8_t> part(tensor.as<const uint8_t>(), static_cast<size_t>(tensor.bytes()));
@@ -36,6 +41,7 @@ int64_t MappedCheckpoint::mapped_bytes() const {
 
 Status MappedCheckpoint::add(const std::string& canonical, const std::string& file_name,
                              StoredTensor stored) {
+  stored.name_in_files = file_name;
   if (tensors.emplace(canonical, std::move(stored)).second) return {};
   return invalid_argument("{}: tensor '{}' is there twice: another one has the same meaning ('{}')", path,
                           file_name, canonical);

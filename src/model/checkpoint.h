@@ -75,6 +75,8 @@ class Checkpoint {
   virtual bool has(std::string_view name) const = 0;
   /// not_found names the tensor and the path; unsupported: its element type is one that DType does not have.
   virtual Result<Tensor> tensor(std::string_view name) const = 0;
+  /// What the files call the tensor, for messages.
+  virtual std::string name_in_files(std::string_view name) const { return std::string(name); }
   /// Takes the tensor's pages out of resident memory, for a caller that made its own copy. The view stays valid; the
   /// next access reads the file again. Pages shared with a neighbour stay.
   virtual void drop_pages(const Tensor& tensor) const = 0;

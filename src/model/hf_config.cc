@@ -247,14 +247,15 @@ Status read_experts(const std::string& place, JsonFields& fields, const ClassDef
 }
 
 // eos_token_id is a number or a list of them, in either file.
-Status add_eos_ids(const std::string& place, const JsonFields& fields, std::vector<int32_t>& ids) {
+Status add_eos_ids(const std::string& place, const JsonFields& fields, int64_t vocab,
+                   std::vector<int32_t>& ids) {
   const json* value = fields.find("eos_token_id");
   if (value == nullptr) return {};
   const json list = value->is_array() ? *value : json::array({*value});
   for (const json& id : list) {
-    if (!id.is_number_unsigned() || id.get<uint64_t>() > static_cast<uint64_t>(kMaxId))
-      return invalid_argument("{}: eos_token_id is {}, needs token ids (whole numbers from 0)", place,
-                              excerpt(id));
+    if (!id.is_number_unsigned() || id.get<uint64_t>() >= static_cast<uint64_t>(vocab))
+      return invalid_argument("{}: eos_token_id is {}, needs token ids in [0, {}]", place, excerpt(id),
+                              vocab - 1);
     if (const auto known = id.get<int32_t>(); std::find(ids.begin(), ids.end(), known) == ids.end())
       ids.push_back(known);
   }
@@ -325,11 +326,12 @@ Result<ModelConfig> parse_hf_config(std::string_view config_json, std::string_vi
   VIVACE_TRY(read_rope(place, fields, defaults, config));
   if (config.architecture != Architecture::llama) VIVACE_TRY(read_experts(place, fields, defaults, config));
 
-  VIVACE_TRY(add_eos_ids(place, fields, config.eos_ids));
+  VIVACE_TRY(add_eos_ids(place, fields, config.vocab, config.eos_ids));
   if (!generation_config_json.empty()) {
     const std::string generation_place = "generation_config.json";
     VIVACE_TRY_ASSIGN(const json generation, parse_json_object(generation_place, generation_config_json));
-    VIVACE_TRY(add_eos_ids(generation_place, JsonFields(generation_place, generation), config.eos_ids));
+    VIVACE_TRY(add_eos_ids(generation_place, JsonFields(generation_place, generation), config.vocab,
+                           config.eos_ids));
   }
   if (const Status status = validate(config); !status.ok()) {
     return Status(status.code(), renamed(status.message(), kKeys)).at(place);

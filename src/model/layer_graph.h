@@ -5,6 +5,7 @@
 
 #include "src/model/config.h"
 #include "src/model/weights.h"
+#include "src/ops/quantize_fp8/quantize.h"
 #include "vivace/attention_decode.h"
 #include "vivace/attention_prefill.h"
 #include "vivace/attention_prologue.h"
@@ -114,7 +115,7 @@ inline BlockInput fp8_input(const Activations& buffers, const BlockInputFormat& 
                             int64_t width) {
   BlockInput input{reshaped(buffers.fp8, tokens, width), format.scale, format.scaling};
   if (format.scaling == Fp8Scaling::block)
-    input.scale = reshaped(buffers.fp8_scales, tokens, (width + 127) / 128);
+    input.scale = reshaped(buffers.fp8_scales, tokens, scale_blocks(width));
   if (format.scaling == Fp8Scaling::token) {
     input.scale = Tensor(buffers.fp8_scales.data, DType::f32, {tokens}, buffers.fp8_scales.device);
   }

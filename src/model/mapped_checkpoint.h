@@ -20,6 +20,7 @@ inline constexpr const char* kModelForms =
 struct StoredTensor {
   Tensor tensor;
   Status refusal;
+  std::string name_in_files;  ///< as add() was told
 };
 
 /// The Checkpoint that every reader fills: tensors under their canonical names, views of mapped files.
@@ -37,6 +38,7 @@ class MappedCheckpoint final : public Checkpoint {
   std::vector<std::string> tensor_names() const override;
   bool has(std::string_view name) const override { return tensors.find(name) != tensors.end(); }
   Result<Tensor> tensor(std::string_view name) const override;
+  std::string name_in_files(std::string_view name) const override;
   void drop_pages(const Tensor& tensor) const override;
   int64_t mapped_bytes() const override;
   std::string summary() const override { return one_line; }

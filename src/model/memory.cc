@@ -13,7 +13,7 @@ Result<Memory> Memory::reserve(int64_t bytes, const char* what, const Stream& st
     return memory;
   }
   if (bytes < 0) return invalid_argument("{}: {} bytes, needs a number >= 0", what, bytes);
-  if (bytes == 0) return memory;
+  if (bytes == 0 || only_shapes(stream)) return memory;
   Result<device::Buffer> buffer = device::Buffer::on_device(stream.ordinal, bytes);
   if (!buffer.ok()) return buffer.status().at(what);
   memory.device_ = std::move(*buffer);

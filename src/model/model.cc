@@ -18,6 +18,7 @@
 #include "src/model/synthetic.h"
 #include "src/model/weights.h"
 #include "src/ops/decode_schedule/gpu.h"
+#include "src/ops/quantize_fp8/quantize.h"
 
 namespace vivace::model {
 
@@ -184,31 +185,6 @@ struct WeighCalls {
     bytes.dense += dense;
     return {};
   }
-};
-
-/// Hands out pieces of one reservation; with a null base it only counts.
-class Layout {
- public:
-  Layout(uint8_t* base, Device device) : base_(base), device_(device) {}
-  Tensor matrix(DType dtype, int64_t rows, int64_t columns) {
-    return columns == 0 ? Tensor()
-                        : Tensor(take(rows * columns * info_of(dtype).block_bytes), dtype, {rows, columns}, device_);
-  }
-  Tensor vector(DType dtype, int64_t count) {
-    return count == 0 ? Tensor() : Tensor(take(count * info_of(dtype).block_bytes), dtype, {count}, device_);
-  }
-  int64_t bytes() const { return offset_; }
-
- private:
-  void* take(int64_t bytes) {
-    constexpr int64_t kLine = 256;  // what wide accesses of any device want
-    void* at = base_ == nullptr ? nullptr : base_ + offset_;
-    offset_ += (bytes + kLine - 1) / kLine * kLine;
-    return at;
-  }
-  uint8_t* base_;
-  Device device_;
-  int64_t offset_ = 0;
 };
 
 /// Rows of a step's arrays of tokens, and of those of requests: what the input has, or its bucket.
@@ -392,7 +368,7 @@ std::pair<Activations, int64_t> Decoder::lay_out(uint8_t* memory, const ScratchB
   buffers.q = layout.matrix(fp8_cache ? DType::fp8_e4m3 : activation, tokens, width_q);
   buffers.q_scale = layout.matrix(DType::f32, tokens, fp8_cache ? config.heads_q : 0);
   buffers.fp8 = layout.matrix(DType::fp8_e4m3, tokens, fp8_width);
-  buffers.fp8_scales = layout.matrix(DType::f32, tokens, (fp8_width + 127) / 128);
+  buffers.fp8_scales = layout.matrix(DType::f32, tokens, scale_blocks(fp8_width));
   buffers.attended = layout.matrix(activation, tokens, width_q);
   buffers.gate_up = layout.matrix(activation, tokens, has_dense ? 2 * config.intermediate : 0);
   buffers.scores = layout.matrix(DType::f32, tokens, config.experts);
@@ -724,21 +700,23 @@ Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelO
   VIVACE_TRY(validate(config));
   VIVACE_TRY(check_options(config, options));
   VIVACE_TRY_ASSIGN(const RouterMode router_mode, router_mode_of(options.router_mode));
-  std::unique_ptr<device::OwnedStream> on_device;
-  if (options.device == Device::cuda) {
-    VIVACE_TRY_ASSIGN(on_device, device::OwnedStream::create(options.ordinal));
+  std::unique_ptr<device::OwnedStream> owned;
+  Stream stream{.device = options.device, .ordinal = options.ordinal};
+  if (options.device == Device::cuda && !only_shapes(stream)) {
+    VIVACE_TRY_ASSIGN(owned, device::OwnedStream::create(options.ordinal));
+    stream = owned->stream();
   }
   if (checkpoint.synthetic()) {
-    VIVACE_TRY_ASSIGN(graph.weights, synthetic_weights(config, on_device ? on_device->stream() : Stream{}));
+    VIVACE_TRY_ASSIGN(graph.weights, synthetic_weights(config, stream));
   } else {
     VIVACE_TRY_ASSIGN(graph.weights, bind_weights(checkpoint, router_mode));
     if (options.kv_dtype == DType::fp8_e4m3) {
       if (const int64_t layers = complete_kv_scales(graph.weights); layers > 0) {
-        log_line(fmt::format("{} of {} layers have no scales for fp8 keys and values; their scale is 1",
+        log_once(fmt::format("{} of {} layers have no scales for fp8 keys and values; their scale is 1",
                              layers, config.layers));
       }
     }
-    if (on_device) VIVACE_TRY(place_weights(graph.weights, on_device->stream()));
+    if (options.device == Device::cuda) VIVACE_TRY(place_weights(graph.weights, stream));
   }
   graph.exact = options.exact;
   graph.deterministic = options.deterministic;

@@ -22,7 +22,7 @@ namespace vivace::model {
 /// Choices of a loaded model that do not come from its files.
 struct ModelOptions {
   Device device = Device::cpu;  ///< where the weights go and steps run
-  int ordinal = 0;              ///< which CUDA device
+  int ordinal = 0;              ///< which CUDA device; -1: one that is not here, for explain() alone
   DType kv_dtype =
       DType::none;  ///< none: f32 on the CPU, bf16 on a GPU; fp8 takes the checkpoint's scales, else 1
   bool exact = false;          ///< no activation quantisation inside linear

@@ -11,6 +11,8 @@ namespace vivace::model {
 /// in f32; q, k and v, and gate and up, as one matrix each unless each has a scale of its own; experts stacked.
 /// Layer by layer through pinned memory, so the host holds no second copy.
 ///
+/// With a stream that has only shapes the weights have only shapes too.
+///
 /// Cost     one pass over the weights; synchronous; for load time.
 /// Fails    out_of_memory: the device is too small; the message names the weight.
 Status place_weights(Weights& weights, const Stream& stream);

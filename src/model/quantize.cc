@@ -222,11 +222,34 @@ SafetensorsSlot slot_of(std::string name, DType dtype, std::vector<int64_t> shap
   return {std::move(name), std::string(type_name_of(dtype)), std::move(shape), bytes, element};
 }
 
+/// What weights lose, summed over some of them.
+struct Loss {
+  double error_squares = 0, squares = 0, relative_errors = 0;
+  int64_t weights = 0, lost = 0;
+
+  void add(float weight, float now) {
+    const double error = double{now} - weight;
+    error_squares += error * error;
+    squares += double{weight} * weight;  // shows a weight that is not finite
+    if (weight == 0) return;
+    relative_errors += std::abs(error / weight);
+    ++weights;
+    lost += now == 0;
+  }
+  void add(const Loss& other) {
+    error_squares += other.error_squares;
+    squares += other.squares;
+    relative_errors += other.relative_errors;
+    weights += other.weights;
+    lost += other.lost;
+  }
+};
+
 /// A quantised matrix in memory.
 struct Quantised {
   std::vector<uint8_t> values;
   std::vector<uint8_t> scales;  ///< in the type of the file
-  double error_squares = 0, squares = 0;
+  Loss loss;
 };
 
 class Quantiser {
@@ -369,6 +392,7 @@ class Quantiser {
       return writer.write(slot + 1, &v);
     }
     if (!unit.quantised()) {
+      VIVACE_TRY(check_finite(*unit.entry));
       VIVACE_TRY(writer.write(slot, unit.entry->data.data()));
       ++result_.kept_tensors;
       result_.kept_bytes += static_cast<int64_t>(unit.entry->data.size());
@@ -376,7 +400,7 @@ class Quantiser {
       return {};
     }
     const Quantised q = quantise(unit);
-    if (!std::isfinite(q.squares)) {
+    if (!std::isfinite(q.loss.squares)) {
       return invalid_argument("{} has a weight that is not finite; no scale fits it", unit.entry->name);
     }
     VIVACE_TRY(writer.write(slot, q.values.data()));
@@ -390,11 +414,39 @@ class Quantiser {
     ++group.matrices;
     group.bytes_before += elements * element;
     for (const SafetensorsSlot& s : slots_of(unit)) group.bytes_after += s.bytes;
-    group.error_squares += q.error_squares;
-    group.squares += q.squares;
+    group.error_squares += q.loss.error_squares;
+    group.squares += q.loss.squares;
+    group.weights += q.loss.weights;
+    group.lost += q.loss.lost;
+    const double mean = q.loss.relative_errors / static_cast<double>(std::max<int64_t>(1, q.loss.weights));
+    if (mean > group.worst_mean_error) {
+      group.worst_mean_error = mean;
+      group.worst_matrix = unit.stem + ".weight";
+    }
     advance(unit.entry->data.subspan(static_cast<size_t>(unit.offset * element),
                                      static_cast<size_t>(elements * element)));
     return {};
+  }
+
+  /// Of a tensor that is kept: the model could be loaded, and would compute nothing but NaN.
+  Status check_finite(const SafetensorsEntry& entry) const {
+    if (!is_plain(entry.dtype)) return {};
+    constexpr int64_t kPiece = 1 << 16;
+    const int64_t count = elements_of(entry), element = info_of(entry.dtype).block_bytes;
+    const int64_t pieces = (count + kPiece - 1) / kPiece;
+    std::vector<int64_t> found(static_cast<size_t>(pieces), -1);  // the first of each piece
+    cpu::parallel_for(stream_.threads, pieces, [&](int64_t piece, int) {
+      const int64_t begin = piece * kPiece, size = std::min(kPiece, count - begin);
+      std::vector<float> values(static_cast<size_t>(size));
+      dequantize_row(entry.dtype, entry.data.data() + begin * element, size, values.data());
+      const auto wrong = std::ranges::find_if_not(values, [](float v) { return std::isfinite(v); });
+      if (wrong != values.end()) found[piece] = begin + (wrong - values.begin());
+    });
+    const auto first = std::ranges::find_if(found, [](int64_t i) { return i >= 0; });
+    if (first == found.end()) return {};
+    float value = 0;
+    dequantize_row(entry.dtype, entry.data.data() + *first * element, 1, &value);
+    return invalid_argument("{}: element {} is {}, needs a finite number", entry.name, *first, value);
   }
 
   /// `part` of the source was read and is not needed again.
@@ -477,23 +529,19 @@ class Quantiser {
 
     Quantised q;
     q.values.resize(static_cast<size_t>(rows * columns));
-    std::vector<double> errors(static_cast<size_t>(bands), 0.0), squares(static_cast<size_t>(bands), 0.0);
+    std::vector<Loss> losses(static_cast<size_t>(bands));
     each_row([&](int64_t band, const std::vector<float>& values, int64_t row) {
       const float* of_band = scales.data() + (blocks() ? band * block_columns : 0);
       uint8_t* to = q.values.data() + row * columns;
-      double error = 0, square = 0;
+      Loss loss;
       for (int64_t c = 0; c < columns; ++c) {
-        const float scale = of_band[c / width], weight = values[c];
-        to[c] = f32_to_fp8(weight / scale);
-        const double difference = double{fp8_to_f32(to[c])} * scale - weight;
-        error += difference * difference;
-        square += double{weight} * weight;  // shows a weight that is not finite
+        const float scale = of_band[c / width];
+        to[c] = f32_to_fp8(values[c] / scale);
+        loss.add(values[c], fp8_to_f32(to[c]) * scale);
       }
-      errors[band] += error;
-      squares[band] += square;
+      losses[band].add(loss);
     });
-    q.error_squares = std::accumulate(errors.begin(), errors.end(), 0.0);
-    q.squares = std::accumulate(squares.begin(), squares.end(), 0.0);
+    for (const Loss& loss : losses) q.loss.add(loss);
     q.scales.resize(scales.size() * static_cast<size_t>(info_of(options_.scale_type).block_bytes));
     for (size_t i = 0; i < scales.size(); ++i) {
       store(options_.scale_type, q.scales.data(), static_cast<int64_t>(i), scales[i]);
@@ -510,21 +558,26 @@ class Quantiser {
   int64_t done_ = 0;
 };
 
-/// Files that are neither weights nor the configuration: tokenizer, chat template, generation_config.json, licence.
+/// Whether a folder with these weights needs the file too: for the tokenizer, chat or generation, or as licence and model
+/// card. A source folder may hold anything else.
+bool belongs_to_a_model(std::string_view name) {
+  constexpr std::string_view kNames[] = {
+      "generation_config.json",  "vocab.json",       "vocab.txt", "merges.txt",
+      "special_tokens_map.json", "added_tokens.json"};
+  // Of any ending, and with any words behind: tokenizer_config.json, LICENSE.txt, README.md.
+  constexpr std::string_view kBeginnings[] = {"tokenizer", "chat_template", "LICENSE",
+                                              "LICENCE",   "NOTICE",        "README"};
+  return std::ranges::find(kNames, name) != std::end(kNames) || name.ends_with(".tiktoken") ||
+         std::ranges::any_of(kBeginnings, [&](std::string_view begin) { return name.starts_with(begin); });
+}
+
 Status copy_other_files(const std::string& from, const std::string& to, std::vector<std::string>& written) {
   std::error_code failure;
   fs::directory_iterator file(from, failure);
   for (; !failure && file != fs::directory_iterator(); file.increment(failure)) {
     const std::string name = file->path().filename().string();
-    constexpr std::string_view kWeights[] = {".safetensors", ".safetensors.index.json",
-                                             ".bin",         ".bin.index.json",
-                                             ".pt",          ".pth",
-                                             ".gguf",        ".onnx",
-                                             ".h5",          ".msgpack"};
-    const bool weights = std::any_of(std::begin(kWeights), std::end(kWeights),
-                                     [&](std::string_view ending) { return name.ends_with(ending); });
     std::error_code of_file;  // a link to nowhere is no file, and no reason to stop
-    if (weights || name == "config.json" || !file->is_regular_file(of_file)) continue;
+    if (!belongs_to_a_model(name) || !file->is_regular_file(of_file)) continue;
     written.push_back(to + "/" + name);
     fs::copy_file(file->path(), written.back(), of_file);
     if (of_file) return io_error("{}: cannot be copied from {}: {}", written.back(), from, of_file.message());
@@ -573,7 +626,8 @@ std::string claim_of(const std::string& out) {
 }
 
 Status claimed(const std::string& out) {
-  return invalid_argument("{}: a quantize writes here, or did not end; remove the folder or take another", out);
+  return invalid_argument("{}: a quantize writes here, or did not end; remove the folder or take another",
+                          out);
 }
 
 /// A new folder that can be made, or an empty one.
@@ -646,6 +700,10 @@ Status check_quantize_paths(const std::string& model, const std::string& out) {
 
 double QuantizedGroup::relative_error() const {
   return squares > 0 ? std::sqrt(error_squares / squares) : 0;
+}
+
+double QuantizedGroup::lost_share() const {
+  return weights > 0 ? static_cast<double>(lost) / static_cast<double>(weights) : 0;
 }
 
 Result<QuantizeResult> quantize_folder(const std::string& model, const std::string& out,

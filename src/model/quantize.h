@@ -29,8 +29,18 @@ struct QuantizedGroup {
   std::string name;  ///< "attention", "experts", ...
   int64_t matrices = 0, bytes_before = 0, bytes_after = 0;
   double error_squares = 0, squares = 0;
-  double relative_error() const;  ///< root of error_squares / squares
+  double relative_error() const;  ///< root of error_squares / squares: what the largest weights lose
+  /// Weights that were not 0, and those of them that are now: below what their scale can tell from 0.
+  int64_t weights = 0, lost = 0;
+  double lost_share() const;
+  /// Mean of |error| / |weight| over a matrix, where that is largest: what all weights lose. About 0.02 in e4m3; near 1
+  /// where one weight is so large that the scale suits it alone.
+  double worst_mean_error = 0;
+  std::string worst_matrix;
 };
+
+/// A mean error of a matrix beyond this means that its scale does not suit most of its weights.
+inline constexpr double kPoorMeanError = 0.1;
 
 struct QuantizeResult {
   std::vector<QuantizedGroup> groups;
@@ -44,11 +54,12 @@ Status check_quantize_paths(const std::string& model, const std::string& out);
 
 /// Writes the Hugging Face folder `model`, of f32, f16 or bf16 weights, as the fp8 folder `out`: the matrices of the
 /// layers in e4m3 with scales beside them, everything else as it is, experts one by one whatever the source's
-/// layout; then the other files, and config.json with its quantization_config last, so that an unfinished folder
-/// cannot be loaded. One matrix is in memory at a time.
-/// Fails  invalid_argument: `out` exists and is not empty, an option is out of range, a weight is not finite, or
-///        fp8_static has no calibration. unsupported: the model is a GGUF file, or fp8 already. io_error: writing
-///        failed; what was written is removed.
+/// layout; then the files that a model folder needs beside them (tokenizer, chat template, generation_config.json,
+/// licence, notice and model card, nothing else), and config.json with its quantization_config last, so that an
+/// unfinished folder cannot be loaded. One matrix is in memory at a time.
+/// Fails  invalid_argument: `out` exists and is not empty, an option is out of range, a number of a tensor is not
+///        finite, or fp8_static has no calibration. unsupported: the model is a GGUF file, or fp8 already. io_error:
+///        writing failed; what was written is removed.
 Result<QuantizeResult> quantize_folder(const std::string& model, const std::string& out,
                                        const QuantizeOptions& options, const Stream& stream);
 

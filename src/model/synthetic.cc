@@ -119,7 +119,7 @@ class Maker {
 
   Tensor random(DType dtype, std::initializer_list<int64_t> shape, double deviation, const char* what) {
     const Tensor tensor = make(dtype, shape, what);
-    if (status_.ok()) status_ = device::fill_normal(tensor, static_cast<float>(deviation), ++seed_, stream_);
+    if (status_.ok() && !only_shapes(stream_)) status_ = device::fill_normal(tensor, static_cast<float>(deviation), ++seed_, stream_);
     return tensor;
   }
   /// A matrix whose products with values of deviation 1 have this deviation, in bf16 whatever the format.
@@ -151,7 +151,7 @@ class Maker {
   /// f32 with one value everywhere.
   Tensor filled(std::initializer_list<int64_t> shape, double value, const char* what = "scale") {
     const Tensor tensor = make(DType::f32, shape, what);
-    if (!status_.ok()) return tensor;
+    if (!status_.ok() || only_shapes(stream_)) return tensor;
     const std::vector<float> values(static_cast<size_t>(tensor.elements()), static_cast<float>(value));
     status_ = device::copy_to_device(tensor.data, values.data(), tensor.bytes(), stream_);
     if (status_.ok()) status_ = device::synchronize(stream_);
@@ -333,7 +333,7 @@ Result<Weights> synthetic_weights(const ModelConfig& config, const Stream& strea
   weights.lm_head = maker.plain(config.vocab, config.hidden, "output head", 4);
   for (int64_t l = 0; l < config.layers && maker.status().ok(); ++l) weights.layers.push_back(layer_of(maker, config, l));
   VIVACE_TRY(maker.status());
-  VIVACE_TRY(device::synchronize(stream));
+  if (!only_shapes(stream)) VIVACE_TRY(device::synchronize(stream));
   return weights;
 }
 

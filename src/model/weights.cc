@@ -12,6 +12,7 @@
 
 #include "src/core/error.h"
 #include "src/core/number.h"
+#include "src/core/rename.h"
 #include "src/ops/quantize_fp8/quantize.h"
 
 namespace vivace::model {
@@ -163,11 +164,11 @@ class ScaleReader {
     const Tensor scale = from_.scales(scale_name);
     if (!from_.ok()) return stored;
     const int64_t block_rows = scale_blocks(rows.value), block_columns = scale_blocks(columns.value);
-    if (scale.rank < 2 && scale.elements() == 1) {
+    if (scale.rank == 2 && scale.shape[0] == block_rows && scale.shape[1] == block_columns) {
       stored.matrix.scale = as_f32(scale, scale_name);
+    } else if (scale.elements() == 1) {
+      stored.matrix.scale = one_of(scale, scale_name, 1, 0);
       stored.input_scale = given_input({stem + ".input_scale", stem + ".activation_scale"}, 1, 0);
-    } else if (scale.rank == 2 && scale.shape[0] == block_rows && scale.shape[1] == block_columns) {
-      stored.matrix.scale = as_f32(scale, scale_name);
     } else {
       from_.fail(unsupported("{} is {}, needs one element, or [{}, {}] for blocks of 128 x 128 of {}",
                              scale_name, to_string(scale), block_rows, block_columns,
@@ -514,9 +515,7 @@ LayerWeights layer_weights(Binder& from, ScaleReader& scales, Weights& weights, 
   return layer;
 }
 
-}  // namespace
-
-Result<Weights> bind_weights(const Checkpoint& checkpoint, RouterMode router_mode) {
+Result<Weights> bind(const Checkpoint& checkpoint, RouterMode router_mode) {
   const ModelConfig& config = checkpoint.config();
   const Extent hidden{config.hidden, "hidden"}, vocab{config.vocab, "vocab"};
   Binder from(checkpoint);
@@ -540,6 +539,31 @@ Result<Weights> bind_weights(const Checkpoint& checkpoint, RouterMode router_mod
   }
   from.refuse_leftovers();
   VIVACE_TRY(from.status());
+  return weights;
+}
+
+/// The message with tensors, and what their names have in front of the last dot, as the files call them.
+Status in_names_of_files(const Status& status, const Checkpoint& checkpoint) {
+  const std::vector<std::string> names = checkpoint.tensor_names();
+  std::vector<std::pair<std::string_view, std::string>> known;
+  for (const std::string_view name : names) {
+    const std::string in_files = checkpoint.name_in_files(name);
+    if (in_files == name) continue;
+    known.emplace_back(name, in_files);
+    const size_t dot = name.rfind('.'), dot_in_files = in_files.rfind('.');
+    if (dot == std::string_view::npos || dot_in_files == std::string::npos) continue;
+    if (name.substr(dot) == std::string_view(in_files).substr(dot_in_files)) {
+      known.emplace_back(name.substr(0, dot), in_files.substr(0, dot_in_files));
+    }
+  }
+  return Status(status.code(), renamed(status.message(), known));
+}
+
+}  // namespace
+
+Result<Weights> bind_weights(const Checkpoint& checkpoint, RouterMode router_mode) {
+  Result<Weights> weights = bind(checkpoint, router_mode);
+  if (!weights.ok()) return in_names_of_files(weights.status(), checkpoint);
   return weights;
 }
 

@@ -41,6 +41,15 @@ TEST(BenchOps, LibrariesOfACase) {
   EXPECT_EQ(libraries("sampler", {.suite = "sampler", .name = "", .fields = {}}), Rows());
 }
 
+TEST(BenchOps, ListedCasesPassTheirChecks) {
+  for (const OpSuite& suite : op_suites()) {
+    for (const OpWorkload& workload : suite.workloads()) {
+      const Status status = suite.check(workload);
+      EXPECT_TRUE(status.ok()) << status.message();
+    }
+  }
+}
+
 TEST(BenchOps, TargetsAreForOurRowAlone) {
   const auto targets = OpTargets::parse(
       R"({"router_gemm": [{"case": "hy3", "m": 4, "n": 192, "k": 4096, "target_us": 7, "exact_target_us": 2}]})");

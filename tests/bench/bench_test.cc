@@ -7,6 +7,7 @@
 #include "src/bench/load.h"
 #include "src/bench/metrics.h"
 #include "src/bench/report.h"
+#include "src/bench/step.h"
 #include "src/bench/svg.h"
 #include "src/bench/workload.h"
 #include "tests/bench/fake_target.h"
@@ -283,6 +284,15 @@ TEST(Svg, LinesOfMarkersEndAtLabels) {
     EXPECT_GE(width, 11 * 6);
     EXPECT_TRUE(x >= left && x <= left + width) << x;
   }
+}
+
+TEST(Step, AShareAboveOneIsExplained) {
+  StepReport report;
+  report.points = {{.batch = 1, .median_us = 100, .floor_us = 99}};
+  const char* explained = "of floor above 1: caches hold part";
+  EXPECT_EQ(to_text(report).find(explained), std::string::npos);
+  report.points.push_back({.batch = 2, .median_us = 100, .floor_us = 110});
+  EXPECT_NE(to_text(report).find(explained), std::string::npos);
 }
 
 TEST(Html, PrettyNumbers) {

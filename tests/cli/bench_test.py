@@ -1,11 +1,14 @@
 """bench serve and bench step: JSON, report, both loops. bench ops: the list of cases."""
 
 import json
+import os
 import pathlib
 import re
+import signal
+import subprocess
 import tempfile
 
-from vivace import Case, HY3, QWEN, ROOT, SANITIZED, main
+from vivace import BINARY, Case, HY3, QWEN, ROOT, SANITIZED, main
 
 
 class BenchServe(Case):
@@ -74,7 +77,30 @@ class BenchServe(Case):
         for flag in ("--json", "--report"):
             run = self.fails(1, flag, "bench", "serve", "--model", HY3, flag, "/nowhere/out")
             self.assertNotIn("ready after", run.err)
-        self.fails(1, "--report is '-'", "bench", "serve", "--model", HY3, "--report", "-")
+        bench = ("bench", "serve", "--model", HY3)
+        self.fails(2, "--report is '-'", *bench, "--report", "-")
+        self.fails(2, "--report is '', needs a FILE", *bench, "--report", "")
+        self.fails(2, "needs another file than --json", *bench, "--report", "/tmp/x", "--json", "/tmp/../tmp/x")
+
+    def test_a_run_that_does_not_end_leaves_no_files(self):
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = ["--report", f"{folder}/r.html", "--json", f"{folder}/r.json"]
+            self.fails(1, "--max-model-len is 5000", "bench", "serve", "--model", HY3, "--max-model-len", 5000, *outputs)
+            self.assertEqual(os.listdir(folder), [])
+            command = [BINARY, "bench", "serve", "--model", str(HY3), "--requests", "100000", *outputs]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+                for line in run.stderr:
+                    if "ready after" in line:
+                        break
+                run.send_signal(signal.SIGINT)
+                _, err = run.communicate(timeout=60)
+            self.assertEqual(run.returncode, -signal.SIGINT)
+            self.assertIn("vivace: interrupted", err)
+            self.assertEqual(os.listdir(folder), [])
+
+    def test_what_both_loads_would_say_is_said_once(self):
+        run = self.ok("bench", "serve", "--model", HY3, "--requests", 1, "--kv-dtype", "fp8")
+        self.assertEqual(run.err.count("have no scales"), 1)
 
     def test_failures_are_counted(self):
         run = self.fails(1, "192", "bench", "serve", "--model", HY3, "--workload", "uniform", "--max-model-len", 100)
@@ -102,14 +128,25 @@ class BenchStep(Case):
         self.assertEqual(steps["sampler"], 2 * (1 + 3 + 3 + 8), "one call per step, untimed ones included")
 
     def test_text(self):
-        run = self.ok("bench", "step", "--model", QWEN, "--batch", 2, "--context", 33, "--steps", 4)
+        run = self.ok("bench", "step", "--model", QWEN, "--batch", 2, "--context", 33, "--steps", 5)
         for word in ["floor us", "experts", "memory read at", "rms_norm", "not counted"]:
             self.assertIn(word, run.text)
 
     def test_refuses(self):
         self.fails(2, "--batch is 'x', needs an integer", "bench", "step", "--model", HY3, "--batch", "1,x")
+        self.fails(2, "--steps is '4', needs an integer from 5", "bench", "step", "--model", HY3, "--steps", 4)
         self.fails(1, "--context is 9999999, needs at most 4096", "bench", "step", "--model", HY3, "--context", 9999999)
         self.fails(1, "there is no synthetic model", "bench", "step", "--model", "synthetic:gpt", "--device", "cpu")
+
+
+    def test_pages_that_do_not_fit_into_memory(self):
+        pages = 4096 * 4096 // 16
+        bytes_per_page = 16 * 3 * 2 * 128 * 4  # layers, keys and values, numbers of a token
+        if self.ok("doctor", "--json").json["memory_bytes"] > pages * bytes_per_page:
+            self.skipTest("this machine has room for them")
+        run = self.fails(1, "--batch 4096 with --context 4096: ", "bench", "step", "--model", HY3, "--batch", "1,4096",
+                         "--context", 4096)
+        self.assertIn(f"{pages} KV pages of {bytes_per_page} bytes are asked for, ", run.err)
 
 
 class BenchOps(Case):
@@ -154,7 +191,58 @@ class BenchOps(Case):
         self.assertEqual(fields, {"op": "embedding", "tokens": "5", "hidden": "4096", "vocab": "15104"})
         [(_, name, fields)] = self.cases("--suite", "attention_decode", "--case", "5x3000,heads_q=40,kv=fp8")
         self.assertEqual((name, fields["heads_q"], fields["kv"]), ("5x3000", "40", "fp8"))
-        self.fails(1, "changes none", "bench", "ops", *layer, "op=linear,hidden=7", "--list")
+        [(_, _, fields)] = self.cases("--suite", "fused_moe", "--case", "hy3,tokens=64,tp=4,quant=bf16")
+        self.assertEqual((fields["intermediate"], fields["experts"]), ("384", "192"), "the shares follow the ranks")
+        [(_, _, fields)] = self.cases("--suite", "fused_moe", "--case", "hy3,tokens=64,ep=4,tp=1,quant=bf16")
+        self.assertEqual((fields["intermediate"], fields["experts"]), ("1536", "48"))
+        [(_, _, fields)] = self.cases("--suite", "fused_moe", "--case", "tp=4,intermediate=96")
+        self.assertEqual((fields["tp"], fields["intermediate"]), ("4", "96"), "what is named is taken")
+
+    def test_cases_that_do_not_fit(self):
+        """Said at the command line, without a GPU, with the field, its value and what fits."""
+        huge = "99999999999999999999"
+        for suite, case, says in [
+                ("layer", "op=linear,hidden=7", "no field hidden in layer, needs op, tokens, n, k, quant, y"),
+                ("layer", "op=conv", "op is 'conv', needs rms_norm, silu_mul"),
+                ("layer", "op=linear,tokens=0", "tokens is 0, needs 1 to 131072"),
+                ("layer", "op=linear,tokens=x", "tokens is 'x', needs a whole number"),
+                ("layer", "op=linear,quant=int4", "quant is 'int4', needs bf16, per_tensor or blockwise"),
+                ("layer", "op=linear,tokens=131072,n=1048576,k=131072", "GB, needs at most 128"),
+                ("layer", "op=route_top_k,experts=4,top_k=5", "top_k is 5, needs 1 to 4"),
+                ("attention_decode", "64x4K,page=3", "page is 3, needs a power of two from 1 to 256"),
+                ("attention_decode", "64x4K,heads_q=40,heads_kv=7", "heads_q is 40, needs a multiple of heads_kv = 7"),
+                ("attention_decode", "64x4K,head_dim=100", "head_dim is 100, needs a multiple of 8"),
+                ("attention_decode", "64x4K,kv=8", "kv is 8, needs bf16, fp8"),
+                ("attention_decode", "64x4K,kv=f16", "kv is 'f16', needs bf16 or fp8"),
+                ("attention_decode", "64x0", "case is '64x0', needs 1 to 4096 requests of 1 to"),
+                ("attention_decode", "4096x16384K", "tokens in all, needs at most 2147483647"),
+                ("attention_decode", "64x64K,heads_kv=1024,heads_q=1024", "GB, needs at most 128"),
+                ("attention_prefill", "long", "case is 'long', needs REQUESTSxTOKENS"),
+                ("fused_moe", "hy3,tokens=-64", "tokens is -64, needs 1 to 1048576"),
+                ("fused_moe", "hy3,tp=5", "tp is 5, needs a divisor of 1536"),
+                ("fused_moe", "hy3,top_k=200", "top_k is 200, needs 1 to 128"),
+                ("fused_moe", "hy4", "no case called 'hy4', needs one of qwen3-235b, hy3, deepseek-v3"),
+                ("fused_moe", "hidden=65536,experts=4096", "GB, needs at most 128"),
+                ("grouped_gemm", "groups=4096,rows=1048576", "rows is 1048576, needs 1 to 524287"),
+                ("router_gemm", f"hy3,m={huge}", f"m is {huge}, more than 64 bits hold"),
+                ("router_gemm", "hy3,m=1048576,n=65536", "GB, needs at most 128"),
+                ("sampler", "full,batch=65536,vocab=4194304", "GB, needs at most 128"),
+                ("sampler", "full,batch=1,batch=2", "batch is given twice"),
+                ("sampler", "full,batch", "'batch' is not FIELD=VALUE"),
+                ("sampler", "full,", "'' is not FIELD=VALUE"),
+                ("sampler", "", "'' is not NAME or FIELD=VALUE"),
+                ("roof", "read,size=1", "no field size in roof")]:
+            with self.subTest(suite=suite, case=case):
+                run = self.fails(2, says, "bench", "ops", "--suite", suite, "--case", case, "--list")
+                self.assertIn(f"--case '{case}': ", run.err)
+        self.fails(2, "--suite is 'moe', needs one of roof, attention_decode", "bench", "ops", "--suite", "moe", "--list")
+        self.fails(2, "no case called 'hy4'", "bench", "ops", "--case", "hy4", "--list")
+
+    def test_other_values(self):
+        self.fails(2, "--device is 'cpu', needs cuda", "bench", "ops", "--device", "cpu")
+        self.fails(2, "--prefer", "bench", "ops", "--prefer", "linear")
+        self.fails(2, "--json is '', needs a FILE", "bench", "ops", "--json", "")
+        self.fails(1, "--targets: /nowhere", "bench", "ops", "--targets", "/nowhere")
 
 
 if __name__ == "__main__":

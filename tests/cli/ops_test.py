@@ -60,6 +60,17 @@ class Explain(Case):
         self.assertEqual(text.count("layers 0-3"), 1, "the decode step: all layers agree")
         self.assertEqual(text.count("layers 0-2"), 1, "the chunk: after the last layer's attention one row goes on")
 
+    def test_a_gpu_that_is_not_here(self):
+        cuda = self.ok("doctor", "--json").json["cuda"]
+        if not cuda["compiled"] or cuda["devices"]:
+            self.skipTest("needs a build with CUDA on a machine without a GPU")
+        for model, layers in [(QWEN, 4), (HY3, 3), ("synthetic:hy3@tp8", 80), ("synthetic:qwen3-30b-a3b,layers=2", 2)]:
+            run = self.ok("ops", "explain", "--model", model, "--device", "cuda", "--json")
+            self.assertIn("rows are those of an H200 (compute capability 9.0)", run.err)
+            self.assertEqual({use["layer"] for use in run.json}, set(range(-1, layers)))
+            for use in run.json:
+                self.assertRegex(use["row"] or "none", r"^(cuda|sm90)\.", use)
+
     def test_prefer(self):
         uses = self.ok("ops", "explain", "--model", QWEN, "--prefer", "rms_norm=reference", "--json").json
         self.assertEqual({use["row"] for use in uses if use["op"] == "rms_norm"}, {"reference"})

@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import shutil
+import struct
 import tempfile
 
 from vivace import Case, HY3, QWEN, SMOLLM2, main
@@ -33,7 +35,8 @@ class Quantize(Case):
         with tempfile.TemporaryDirectory() as folder:
             # An empty folder is as good as none.
             run = self.ok("quantize", "--model", HY3, "--out", folder, "--scheme", "block128")
-            for word in ["attention", "dense mlp", "experts", "shared experts", "kept", "rms error"]:
+            self.assertNotIn("warning", run.err)
+            for word in ["attention", "dense mlp", "experts", "shared experts", "kept", "rms error", "became 0", "worst matrix"]:
                 self.assertIn(word, run.text)
             told = self.ok("doctor", "--model", folder).text
             self.assertIn("fp8, blocks of 128", told)
@@ -43,12 +46,62 @@ class Quantize(Case):
             self.assertIn("no scales for fp8 keys and values", fp8.err)
             self.assertEqual(fp8.err.count("no scales"), 1)
 
+    def test_token_ids_instead_of_a_text(self):
+        ids = [(7 * i + i * i) % 512 for i in range(200)]
+        with tempfile.TemporaryDirectory() as folder:
+            out, file = pathlib.Path(folder) / "fp8", pathlib.Path(folder) / "ids"
+            base = ["quantize", "--model", HY3, "--scheme", "per-tensor", "--calibration-ids", file, "--json", "--out"]
+            got = []
+            for number, text in enumerate([json.dumps(ids), "\n".join(map(str, ids)) + "\n"]):
+                file.write_text(text)
+                got.append(self.ok(*base, f"{out}{number}").json)
+                self.assertEqual(got[-1]["calibration"]["predictions"], 199)
+            self.assertEqual(got[0]["calibration"], got[1]["calibration"])
+            self.ok("generate", "--model", f"{out}0", "--prompt-ids", "1,2,3", "--max-tokens", 2)
+            for text, says in [("1 2 512", "id 2 is '512', needs 0 to 511"), ("1,x", "id 1 is 'x'"), ("-1", "id 0 is '-1'"),
+                               ("[1, 2, 3]", "has 3 tokens, needs at least 32")]:
+                file.write_text(text)
+                run = self.fails(1, says, *base, f"{out}-none")
+                self.assertIn(f"--calibration-ids {file}", run.err)
+            self.assertFalse(pathlib.Path(f"{out}-none").exists())
+
+    def test_one_huge_weight_is_warned_of(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = pathlib.Path(folder) / "model"
+            shutil.copytree(HY3, model)
+            data = bytearray((model / "model.safetensors").read_bytes())
+            header_bytes = int.from_bytes(data[:8], "little")
+            name = "model.layers.1.self_attn.q_proj.weight"
+            begin = json.loads(data[8:8 + header_bytes])[name]["data_offsets"][0] + 8 + header_bytes
+            data[begin:begin + 2] = struct.pack("<f", 1e7)[2:]  # bf16
+            (model / "model.safetensors").write_bytes(data)
+            ids = pathlib.Path(folder) / "ids"
+            ids.write_text(" ".join(str(i % 512) for i in range(64)))
+            run = self.ok("quantize", "--model", model, "--out", pathlib.Path(folder) / "fp8", "--scheme", "per-tensor",
+                          "--calibration-ids", ids, "--json")
+            attention = run.json["groups"][0]
+            self.assertEqual(attention["worst_matrix"], name)
+            self.assertGreater(attention["worst_mean_relative_error"], 0.99)
+            self.assertGreater(attention["lost_share"], 0.05)
+            self.assertIn(f"warning: {name}: its weights are off by 100 % in the mean", run.err)
+            self.assertEqual(run.err.count("warning"), 1)
+
     def test_refusals(self):
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "out"
             base = ["quantize", "--model", QWEN, "--out", out]
-            self.fails(1, "--calibration is needed", *base, "--scheme", "per-tensor")
-            self.fails(1, "no tokenizer", "quantize", "--model", HY3, "--out", out, "--scheme", "per-tensor",
+            self.fails(2, "--calibration or --calibration-ids is needed", *base, "--scheme", "per-tensor")
+            for flag, value in [("--margin", 2), ("--max-windows", 1)]:
+                self.fails(2, f"{flag} needs --calibration", *base, "--scheme", "block128", flag, value)
+            self.fails(2, "--calibration-ids", *base, "--scheme", "per-tensor", "--calibration", SAMPLE, "--calibration-ids",
+                       SAMPLE)
+            for text, count in [("x", "2 tokens"), ("one two three", "tokens")]:
+                short = pathlib.Path(folder) / "short"
+                short.write_text(text)
+                run = self.fails(1, "needs at least 32", *base, "--scheme", "per-tensor", "--calibration", short)
+                self.assertIn(f"--calibration {short} has ", run.err)
+                self.assertIn(count, run.err)
+            self.fails(1, "--calibration-ids takes token ids", "quantize", "--model", HY3, "--out", out, "--scheme", "per-tensor",
                        "--calibration", SAMPLE)
             self.fails(1, "/nowhere/text", *base, "--scheme", "per-tensor", "--calibration", "/nowhere/text")
             self.fails(2, "needs per-tensor or block128", *base, "--scheme", "int4")

@@ -1,6 +1,9 @@
 """tokenize: reference ids, control tokens, JSON."""
 
 import json
+import pathlib
+import shutil
+import tempfile
 
 from vivace import Case, QWEN, main
 
@@ -24,6 +27,14 @@ class Tokenize(Case):
         run = self.ok("tokenize", "--model", QWEN, "--text", "a\nb")
         self.assertIn("\\n", run.text)
         self.assertIn("tokens", run.err)
+
+    def test_errors_name_the_folder(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = pathlib.Path(folder) / "model"
+            shutil.copytree(QWEN, model)
+            (model / "tokenizer.json").write_text("{")
+            for command in [["tokenize", "--text", "x"], ["generate", "--prompt-ids", "1"], ["bench", "serve"]]:
+                self.fails(1, f"{model}: tokenizer.json: ", *command, "--model", model)
 
     def test_empty_text(self):
         self.assertEqual(self.ok("tokenize", "--model", QWEN, "--text", "", "--json").json, {"ids": [], "text": ""})

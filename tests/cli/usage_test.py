@@ -48,7 +48,7 @@ class UsageErrors(Case):
     def test_values_that_do_not_fit(self):
         wrong = {
             "--temperature": (["nan", "-1", "inf", "warm", ""], "needs a finite number of at least 0"),
-            "--max-tokens": (["-1", "0", "1.5", "many", "99999999999999999999"], "needs an integer of at least 1"),
+            "--max-tokens": (["-1", "0", "1.5", "many"], "needs an integer of at least 1"),
             "--top-p": (["0", "1.01", "nan"], "needs a number above 0 and at most 1"),
             "--min-p": (["-0.1", "2"], "needs a number of at least 0 and at most 1"),
             "--top-k": (["-1"], "needs an integer of at least 0"),
@@ -65,7 +65,7 @@ class UsageErrors(Case):
             "--threads": (["0", "-2", "x", "1000000"], "needs an integer from 1 to"),
             "--stop": ([""], "needs at least one character"),
             "--router-mode": (["fast"], "needs exact or two_term"),
-            "--max-model-len": (["0"], "needs an integer of at least 1"),
+            "--max-model-len": (["-1"], "needs an integer of at least 0"),
             "--max-batch": (["0"], "needs an integer from 1"),
             "--token-budget": (["0"], "needs an integer from 1"),
             "--page-tokens": (["3", "0", "512"], "needs a power of two from 1 to 256"),
@@ -80,6 +80,32 @@ class UsageErrors(Case):
                     self.assertIn(flag, run.err)
                     if flag not in ("--prefer", "--prompt-ids"):  # these name the part that does not fit
                         self.assertIn(f"'{value}'", run.err)
+
+    def test_numbers_beyond_64_bits(self):
+        for value in ["9223372036854775808", "99999999999999999999", "-99999999999999999999"]:
+            self.fails(2, f"--max-tokens is '{value}', needs an integer from 1 to 9223372036854775807", *GENERATE,
+                       "--max-tokens", value)
+
+    def test_empty_paths(self):
+        for command in [["generate", "--prompt", "x"], ["doctor"], ["ops", "explain"], ["bench", "step"],
+                        ["quantize", "--out", "/tmp/x", "--scheme", "block128"]]:
+            self.fails(2, "--model is '', needs a PATH", *command, "--model", "")
+        self.fails(2, "--out is '', needs a DIR", "quantize", "--model", HY3, "--out", "", "--scheme", "block128")
+        self.fails(2, "--text-file is ''", "score", "--model", HY3, "--text-file", "", "--window", 8)
+
+    def test_0_takes_the_context(self):
+        self.ok(*GENERATE, "--max-tokens", 1, "--max-model-len", 0)
+
+    def test_explain_has_the_limits_of_the_engine(self):
+        explain = ["ops", "explain", "--model", HY3]
+        self.fails(2, "--batch is 65, needs at most --max-batch = 64", *explain, "--batch", 65)
+        self.ok(*explain, "--batch", 65, "--max-batch", 65)
+        self.fails(1, "--token-budget is 8, needs at least --max-batch = 64", *explain, "--token-budget", 8)
+
+    def test_help_has_the_limits(self):
+        text = self.ok("bench", "serve", "--help").text
+        for limit in ["--max-batch 1..4096", "--token-budget 1..1048576", "--requests 1..1000000", "at least --max-batch"]:
+            self.assertIn(limit, text)
 
     def test_dtype_is_what_the_device_computes_in(self):
         self.ok(*GENERATE, "--dtype", "f32", "--max-tokens", 1)

@@ -31,6 +31,8 @@ class AlteredCheckpoint final : public model::Checkpoint {
   model::ModelConfig& change_config() { return config_; }
   void replace(const std::string& name, Tensor tensor) { replaced_[name] = tensor; }
   void remove(const std::string& name) { removed_.insert(name); }
+  /// What messages call a tensor.
+  void call(const std::string& name, const std::string& in_files) { called_[name] = in_files; }
   /// Owned memory of a new tensor.
   Tensor make(DType dtype, std::initializer_list<int64_t> shape) {
     Tensor tensor(nullptr, dtype, shape);
@@ -60,6 +62,10 @@ class AlteredCheckpoint final : public model::Checkpoint {
     }
     return base_->tensor(name);
   }
+  std::string name_in_files(std::string_view name) const override {
+    const auto found = called_.find(std::string(name));
+    return found != called_.end() ? found->second : base_->name_in_files(name);
+  }
   void drop_pages(const Tensor& tensor) const override { base_->drop_pages(tensor); }
   int64_t mapped_bytes() const override { return base_->mapped_bytes(); }
   std::string summary() const override { return base_->summary(); }
@@ -68,6 +74,7 @@ class AlteredCheckpoint final : public model::Checkpoint {
   std::shared_ptr<const model::Checkpoint> base_;
   model::ModelConfig config_;
   std::map<std::string, Tensor> replaced_;
+  std::map<std::string, std::string> called_;
   std::set<std::string> removed_;
   std::vector<std::vector<uint8_t>> memory_;
 };

@@ -182,7 +182,11 @@ TEST(HfConfig, EndIdsFromBothFiles) {
   EXPECT_EQ(parsed(with(llama(), "bos_token_id", 1)).bos_id, 1);
   expect_refused(with(llama(), "eos_token_id", "2"), "eos_token_id is \"2\"");
   expect_refused(with(llama(), "eos_token_id", {-1}), "eos_token_id is -1");
-  expect_refused(with(llama(), "eos_token_id", 100), "eos_token_id is 100, needs a value in [0, 99]");
+  expect_refused(with(llama(), "eos_token_id", 100),
+                 "config.json: eos_token_id is 100, needs token ids in [0, 99]");
+  const auto beyond = parse_hf_config(llama().dump(), R"({"eos_token_id":[2,100]})");
+  EXPECT_EQ(beyond.status().message(),
+            "generation_config.json: eos_token_id is 100, needs token ids in [0, 99]");
   const auto bad = parse_hf_config(llama().dump(), R"({"eos_token_id":3000000000})");
   ASSERT_FALSE(bad.ok());
   EXPECT_EQ(bad.status().message().rfind("generation_config.json: eos_token_id is 3000000000", 0), 0u)

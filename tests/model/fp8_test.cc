@@ -5,6 +5,7 @@
 #include <cmath>
 #include <fstream>
 #include <functional>
+#include <set>
 #include <sstream>
 
 #include "src/core/number.h"
@@ -248,6 +249,20 @@ TEST(Scales, TheirTypeDoesNotMatter) {
   }
 }
 
+TEST(Scales, OneNumberHasAnyNumberOfDimensions) {
+  const auto ids = random_ids(40, 512);
+  const std::string path = tiny(kHy3, WeightFormat::fp8_static).path();
+  auto altered = std::make_shared<AlteredCheckpoint>(path);
+  for (const std::string& name : altered->tensor_names()) {
+    if (!name.ends_with("_scale")) continue;
+    const Tensor scale = *altered->tensor(name);
+    altered->replace(name, Tensor(scale.data, scale.dtype, {1, 1}));
+  }
+  const auto expected = logits_after(open_checkpoint(path), ids);
+  ASSERT_FALSE(expected.empty());
+  EXPECT_EQ(logits_after(altered, ids), expected);
+}
+
 TEST(Scales, AnInputThatMatricesShareHasTheLargestOfTheirScales) {
   const std::string path = tiny(kHy3, WeightFormat::fp8_static).path();
   const auto ids = random_ids(40, 512);
@@ -298,8 +313,15 @@ TEST(Scales, WhatDoesNotFitIsRefusedByName) {
             [&](auto& c) {
               c.replace("model.layers.1.self_attn.v_scale", scale_tensor(c, DType::f32, {1}, value));
             },
-            Code::invalid_argument, {"v_scale: element 0 is"});
+            Code::invalid_argument, {"self_attn.v_cache.scale: element 0 is"});
   }
+  refused(static_path,
+          [&](auto& c) {
+            const std::string gate = "model.layers.2.mlp.shared_mlp.gate_proj.";
+            c.call(gate + "weight", "model.layers.2.mlp.shared_experts.gate_proj.weight");
+            c.remove(gate + "weight_scale");
+          },
+          Code::not_found, {"model.layers.2.mlp.shared_experts.gate_proj.weight is fp8 and "});
   refused(static_path, [&](auto& c) { c.remove(q + "weight_scale"); }, Code::not_found,
           {"q_proj.weight is fp8 and", "q_proj.weight_scale is missing"});
   refused(static_path, [&](auto& c) { c.remove(q + "input_scale"); }, Code::not_found,
@@ -324,7 +346,7 @@ TEST(Scales, WhatDoesNotFitIsRefusedByName) {
   refused(
       static_path,
       [&](auto& c) { c.replace("model.layers.1.self_attn.k_scale", scale_tensor(c, DType::f32, {2}, 1)); },
-      Code::unsupported, {"k_scale is f32[2]"});
+      Code::unsupported, {"self_attn.k_cache.scale is f32[2]"});
   // A matrix that was left unquantised beside fp8 ones with the same input.
   refused(static_path,
           [&](auto& c) {
@@ -362,8 +384,9 @@ TEST(Scales, WhatDoesNotFitIsRefusedByName) {
           Code::unsupported, {"lm_head.weight is fp8"});
 }
 
-/// A llama with sizes that no block divides, in f32.
-void write_odd_llama(const TempFolder& folder, float o_proj) {
+/// A llama with sizes that no block divides, in f32. `norm` is what its last norm multiplies by; `first` takes the place
+/// of the first weight of each q_proj where it is not 0.
+void write_odd_llama(const TempFolder& folder, float o_proj, float norm = 1, float first = 0) {
   constexpr int64_t kHidden = 80, kIntermediate = 200, kHeadDim = 40, kVocab = 67;
   std::mt19937 rng(3);
   std::normal_distribution<float> normal;
@@ -372,11 +395,14 @@ void write_odd_llama(const TempFolder& folder, float o_proj) {
     ByteWriter data;
     int64_t count = 1;
     for (const int64_t extent : shape) count *= extent;
-    for (int64_t i = 0; i < count; ++i) data.put<float>(mean + deviation * normal(rng));
+    const bool replaced = first != 0 && name.ends_with("q_proj.weight");
+    for (int64_t i = 0; i < count; ++i) {
+      data.put<float>(replaced && i == 0 ? first : mean + deviation * normal(rng));
+    }
     file.tensor(name, "F32", shape, data.bytes);
   };
   add("model.embed_tokens.weight", {kVocab, kHidden}, 1);
-  add("model.norm.weight", {kHidden}, 0, 1);
+  add("model.norm.weight", {kHidden}, 0, norm);
   add("lm_head.weight", {kVocab, kHidden}, 0.2f);
   for (int l = 0; l < 2; ++l) {
     const std::string prefix = "model.layers." + std::to_string(l) + ".";
@@ -440,6 +466,55 @@ TEST(Quantize, ZeroWeightsHaveAScaleToo) {
   }
 }
 
+TEST(Quantize, OneHugeWeightShowsInTheFigures) {
+  const auto attention_of = [](float first, WeightFormat format) {
+    const TempFolder folder;
+    write_odd_llama(folder, 0.1f, 1, first);
+    const QuantisedFolder fp8(folder.path(), {.format = format});
+    return fp8.result.groups.front();
+  };
+  for (const WeightFormat format : kFormats) {
+    const model::QuantizedGroup plain = attention_of(0, format);
+    EXPECT_EQ(plain.name, "attention");
+    EXPECT_EQ(plain.weights, 2 * (2 * 40 + 40 + 40 + 2 * 40) * 80);
+    EXPECT_LT(plain.lost_share(), 1e-3);
+    EXPECT_GT(plain.worst_mean_error, 0.01);
+    EXPECT_LT(plain.worst_mean_error, 0.03);
+  }
+  // One scale for all 6,400 weights of a q_proj: all but one become 0, and the sum of squares does not notice.
+  const model::QuantizedGroup huge = attention_of(1e7f, WeightFormat::fp8_static);
+  EXPECT_LT(huge.relative_error(), 1e-3);
+  EXPECT_EQ(huge.lost, 2 * (6400 - 1));
+  EXPECT_NEAR(huge.worst_mean_error, 1, 1e-3);
+  EXPECT_GT(huge.worst_mean_error, model::kPoorMeanError);
+  EXPECT_EQ(huge.worst_matrix, "model.layers.0.self_attn.q_proj.weight");
+}
+
+TEST(Quantize, TakesAlongWhatAModelFolderNeeds) {
+  const TempFolder folder;
+  write_odd_llama(folder, 0.1f);
+  const std::set<std::string> needed = {"generation_config.json",
+                                        "tokenizer.json",
+                                        "tokenizer_config.json",
+                                        "merges.txt",
+                                        "chat_template.jinja",
+                                        "LICENSE.txt",
+                                        "README.md"};
+  for (const std::string& name : needed) folder.write(name, std::string("{}"));
+  for (const char* name :
+       {"training_args.bin", "notes.txt", "credentials", "model.gguf", "modeling_llama.py"}) {
+    folder.write(name, std::string("x"));
+  }
+  const QuantisedFolder fp8(folder.path(), {.format = WeightFormat::fp8_block128});
+  std::set<std::string> copied;
+  for (const auto& entry : std::filesystem::directory_iterator(fp8.path())) {
+    copied.insert(entry.path().filename().string());
+  }
+  std::set<std::string> expected = needed;
+  expected.insert({"config.json", "model.safetensors"});
+  EXPECT_EQ(copied, expected);
+}
+
 TEST(Quantize, RefusesWhatItCannotWrite) {
   const TempFolder folder;
   const auto refused = [&](const std::string& source, const std::string& out,
@@ -489,6 +564,16 @@ TEST(Quantize, RefusesWhatItCannotWrite) {
   const auto calibrated =
       model::calibrate(*open_checkpoint(broken.path()), random_ids(20, 67), {.window = 20}, Stream{});
   ASSERT_FALSE(calibrated.ok());
+
+  // So is a number of a tensor that is kept.
+  for (const float norm : {NAN, -INFINITY}) {
+    const TempFolder bad_norm;
+    write_odd_llama(bad_norm, 0.1f, norm);
+    refused(bad_norm.path(), out, blocks, Code::invalid_argument,
+            std::isnan(norm) ? "model.norm.weight: element 0 is nan, needs a finite number"
+                             : "model.norm.weight: element 0 is -inf, needs a finite number");
+    EXPECT_FALSE(std::filesystem::exists(out));
+  }
 }
 
 TEST(Calibration, SeesEveryRange) {

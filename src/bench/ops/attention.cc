@@ -1,9 +1,13 @@
 // attention_decode and attention_prefill over shuffled pages of random keys and values.
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 #include <random>
+#include <utility>
 
 #include "src/bench/ops/memory.h"
 #include "src/bench/ops/suites.h"
@@ -30,16 +34,35 @@ struct Shape {
   int64_t kv_bytes() const { return 2 * keys() * heads_kv * head_dim * (fp8 ? 1 : 2); }
 };
 
+int64_t sets_of(const Shape& shape) {
+  constexpr int64_t kColdBytes = 400'000'000;
+  return std::clamp<int64_t>((kColdBytes + shape.kv_bytes() - 1) / shape.kv_bytes(), 2, 32);
+}
+
 Result<Shape> shape_of(const OpWorkload& w, bool prefill) {
+  const int64_t heads_q = w.number("heads_q"), heads_kv = w.number("heads_kv"), page = w.number("page");
   VIVACE_TRY(check_field(w, "heads_q", 1, 1024));
   VIVACE_TRY(check_field(w, "heads_kv", 1, 1024));
+  if (heads_q % heads_kv != 0) {
+    return refuse_field(w, "heads_q", fmt::format("a multiple of heads_kv = {}", heads_kv));
+  }
   VIVACE_TRY(check_field(w, "head_dim", 8, 256));
-  VIVACE_TRY(check_field(w, "page", 1, 256));
-  const std::string kv = w.text("kv");
-  if (kv != "bf16" && kv != "fp8") return invalid_argument("{}: kv is '{}', needs bf16 or fp8", w.suite, kv);
+  if (w.number("head_dim") % 8 != 0) return refuse_field(w, "head_dim", "a multiple of 8");
+  if (page < 1 || page > 256 || !std::has_single_bit(static_cast<uint64_t>(page))) {
+    return refuse_field(w, "page", "a power of two from 1 to 256");
+  }
+  VIVACE_TRY_ASSIGN(const size_t kv, choice_of(w, "kv", {"bf16", "fp8"}));
   VIVACE_TRY_ASSIGN(std::vector<int64_t> lengths, parse_lengths(w.name));
-  return Shape{std::move(lengths), w.number("heads_q"), w.number("heads_kv"), w.number("head_dim"), w.number("page"),
-               kv == "fp8",        prefill};
+  Shape shape{std::move(lengths), heads_q, heads_kv, w.number("head_dim"), page, kv == 1, prefill};
+  if (shape.keys() > INT32_MAX) {
+    return invalid_argument("{} {}: its requests have {} tokens in all, needs at most {}", w.suite, w.name,
+                            shape.keys(), INT32_MAX);
+  }
+  const double queries =
+      static_cast<double>(shape.tokens()) * static_cast<double>(heads_q * shape.head_dim) * 4;
+  VIVACE_TRY(check_memory(
+      w, static_cast<double>(sets_of(shape)) * (static_cast<double>(shape.kv_bytes()) + queries)));
+  return shape;
 }
 
 /// The inputs of one set. Sets share nothing.
@@ -54,9 +77,9 @@ class PreparedAttention final : public PreparedOp {
 
   Status prepare(const Stream& stream) {
     for (size_t i = 0; i < sets_.size(); ++i) VIVACE_TRY(make_set(sets_[i], i + 1, stream));
-    VIVACE_TRY_ASSIGN(const int64_t scratch, shape_.prefill
-                                                 ? Result<int64_t>(int64_t{0})
-                                                 : attention_decode_workspace_bytes(decode_args(sets_[0]), stream));
+    VIVACE_TRY_ASSIGN(const int64_t scratch,
+                      shape_.prefill ? Result<int64_t>(int64_t{0})
+                                     : attention_decode_workspace_bytes(decode_args(sets_[0]), stream));
     if (scratch > 0) {
       VIVACE_TRY_ASSIGN(workspace_, memory_.make(DType::u8, {scratch}, stream));
     }
@@ -125,8 +148,10 @@ class PreparedAttention final : public PreparedOp {
     // e4m3 of deviation 1 keeps three bits; scales bring keys and values to the deviation of the bf16 case.
     AttentionArgs& a = set.args;
     VIVACE_TRY_ASSIGN(a.q, memory_.random(type, {s.tokens(), s.heads_q, s.head_dim}, 1, 10 * seed, stream));
-    VIVACE_TRY_ASSIGN(a.k, memory_.random(type, {pages, s.page, s.heads_kv, s.head_dim}, 1, 10 * seed + 1, stream));
-    VIVACE_TRY_ASSIGN(a.v, memory_.random(type, {pages, s.page, s.heads_kv, s.head_dim}, 1, 10 * seed + 2, stream));
+    VIVACE_TRY_ASSIGN(
+        a.k, memory_.random(type, {pages, s.page, s.heads_kv, s.head_dim}, 1, 10 * seed + 1, stream));
+    VIVACE_TRY_ASSIGN(
+        a.v, memory_.random(type, {pages, s.page, s.heads_kv, s.head_dim}, 1, 10 * seed + 2, stream));
     VIVACE_TRY_ASSIGN(a.output, memory_.make(DType::bf16, {s.tokens(), s.heads_q, s.head_dim}, stream));
     VIVACE_TRY_ASSIGN(a.page_table, memory_.copy_of(table, DType::i32, {requests, max_pages}, stream));
     VIVACE_TRY_ASSIGN(a.kv_lengths, memory_.copy_of(lengths, DType::i32, {requests}, stream));
@@ -231,12 +256,8 @@ class PreparedAttention final : public PreparedOp {
 
 Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream, bool prefill) {
   VIVACE_TRY_ASSIGN(Shape shape, shape_of(w, prefill));
-  constexpr int64_t kColdBytes = 400'000'000;
-  const int64_t sets =
-      std::clamp<int64_t>((kColdBytes + shape.kv_bytes() - 1) / std::max<int64_t>(1, shape.kv_bytes()), 2, 32);
-  auto prepared = std::make_unique<PreparedAttention>(std::move(shape), sets);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  const int64_t sets = sets_of(shape);
+  return prepared<PreparedAttention>(stream, std::move(shape), sets);
 }
 
 std::vector<OpWorkload> workloads(std::string_view suite, std::initializer_list<const char*> cases) {
@@ -262,11 +283,15 @@ const OpSuite kAttentionDecodeSuite = {
       return workloads("attention_decode", {"64x0.5K", "64x4K", "32x128+32x4K", "1x16K+15x64", "2x32K+30x4K",
                                             "1x64K+7x4K", "1x64K+15x4K", "1x64K+31x4K", "1x128K+31x4K"});
     },
+    [](const OpWorkload& w) { return shape_of(w, false).status(); },
     [](const OpWorkload& w, const Stream& stream) { return prepare(w, stream, false); }};
 
 const OpSuite kAttentionPrefillSuite = {
     "attention_prefill", "causal attention of whole prompts over a paged cache",
-    [] { return workloads("attention_prefill", {"8x1024", "4x4096", "2x8192", "1x32768"}); },
+    [] {
+      return workloads("attention_prefill", {"8x1024", "4x4096", "2x8192", "1x32768"});
+    },
+    [](const OpWorkload& w) { return shape_of(w, true).status(); },
     [](const OpWorkload& w, const Stream& stream) { return prepare(w, stream, true); }};
 
 }  // namespace vivace::bench

@@ -1,7 +1,10 @@
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "src/bench/ops/memory.h"
@@ -9,17 +12,14 @@
 #include "src/core/error.h"
 #include "src/core/number.h"
 #include "src/ops/fused_moe/table.h"
+#include "src/ops/quantize_fp8/quantize.h"
 #include "vivace/fused_moe.h"
 
 namespace vivace::bench {
 
 namespace {
 
-constexpr int64_t kRoutings = 4, kBlock = 128;
-
-int64_t blocks_of(int64_t n) {
-  return (n + kBlock - 1) / kBlock;
-}
+constexpr int64_t kRoutings = 4;
 
 /// One set of weights, four routings of the tokens over it.
 class PreparedFusedMoe final : public PreparedOp {
@@ -36,16 +36,20 @@ class PreparedFusedMoe final : public PreparedOp {
     const bool fp8 = quant_ != "bf16", blockwise = quant_ == "blockwise";
     const DType type = fp8 ? DType::fp8_e4m3 : DType::bf16;
     // fp8 weights are stored with deviation 1 and scaled, so that the values between the products are of order 1.
-    const double in = 1 / std::sqrt(static_cast<double>(hidden_)), out = 1 / std::sqrt(static_cast<double>(intermediate_));
+    const double in = 1 / std::sqrt(static_cast<double>(hidden_)),
+                 out = 1 / std::sqrt(static_cast<double>(intermediate_));
     FusedMoeArgs base;
-    VIVACE_TRY_ASSIGN(base.gate_up, memory_.random(type, {experts_, 2 * intermediate_, hidden_}, fp8 ? 1 : in, 1, stream));
-    VIVACE_TRY_ASSIGN(base.down, memory_.random(type, {experts_, hidden_, intermediate_}, fp8 ? 1 : out, 2, stream));
+    VIVACE_TRY_ASSIGN(base.gate_up,
+                      memory_.random(type, {experts_, 2 * intermediate_, hidden_}, fp8 ? 1 : in, 1, stream));
+    VIVACE_TRY_ASSIGN(base.down,
+                      memory_.random(type, {experts_, hidden_, intermediate_}, fp8 ? 1 : out, 2, stream));
     const auto constant = [&](std::initializer_list<int64_t> shape, double value) {
-      return memory_.copy_of(std::vector<float>(static_cast<size_t>(Tensor(nullptr, DType::f32, shape).elements()),
-                                                static_cast<float>(value)),
-                             DType::f32, shape, stream);
+      return memory_.copy_of(
+          std::vector<float>(static_cast<size_t>(Tensor(nullptr, DType::f32, shape).elements()),
+                             static_cast<float>(value)),
+          DType::f32, shape, stream);
     };
-    const int64_t rows_h = blocks_of(hidden_), rows_i = blocks_of(intermediate_);
+    const int64_t rows_h = scale_blocks(hidden_), rows_i = scale_blocks(intermediate_);
     if (blockwise) {
       VIVACE_TRY_ASSIGN(base.gate_up_scale, constant({experts_, 2, rows_i, rows_h}, in));
       VIVACE_TRY_ASSIGN(base.down_scale, constant({experts_, rows_h, rows_i}, out));
@@ -146,7 +150,8 @@ class PreparedFusedMoe final : public PreparedOp {
     }
     args.experts = experts;
     // An expert each, so that they are computed side by side.
-    std::vector<std::vector<float>> parts(static_cast<size_t>(top_k_), std::vector<float>(static_cast<size_t>(hidden_)));
+    std::vector<std::vector<float>> parts(static_cast<size_t>(top_k_),
+                                          std::vector<float>(static_cast<size_t>(hidden_)));
     std::vector<Status> failures(static_cast<size_t>(top_k_));
     check_threads().parallel_for(top_k_, [&](int64_t j, int) {
       FusedMoeArgs one = args;
@@ -181,9 +186,12 @@ std::vector<OpWorkload> workloads() {
   };
   std::vector<OpWorkload> all;
   for (const char* quant : {"per_tensor", "blockwise", "bf16"}) {
-    for (const Model& m :
-         {Model{"qwen3-235b", 8, 1, 128, 4096, 192}, {"hy3", 8, 1, 192, 4096, 192}, {"deepseek-v3", 8, 1, 256, 7168, 256},
-          {"qwen3-235b", 1, 8, 16, 4096, 1536}, {"hy3", 1, 8, 24, 4096, 1536}, {"deepseek-v3", 1, 8, 32, 7168, 2048}}) {
+    for (const Model& m : {Model{"qwen3-235b", 8, 1, 128, 4096, 192},
+                           {"hy3", 8, 1, 192, 4096, 192},
+                           {"deepseek-v3", 8, 1, 256, 7168, 256},
+                           {"qwen3-235b", 1, 8, 16, 4096, 1536},
+                           {"hy3", 1, 8, 24, 4096, 1536},
+                           {"deepseek-v3", 1, 8, 32, 7168, 2048}}) {
       for (const int64_t tokens : {1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096}) {
         OpWorkload w{.suite = "fused_moe", .name = m.name, .fields = {}};
         w.with("tp", m.tp).with("ep", m.ep).with("tokens", tokens).with("experts", m.experts);
@@ -195,23 +203,46 @@ std::vector<OpWorkload> workloads() {
   return all;
 }
 
-Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+Status check(const OpWorkload& w) {
+  VIVACE_TRY(check_field(w, "tp", 1, 1024));
+  VIVACE_TRY(check_field(w, "ep", 1, 1024));
   VIVACE_TRY(check_field(w, "tokens", 1, 1 << 20));
   VIVACE_TRY(check_field(w, "experts", 1, 4096));
   VIVACE_TRY(check_field(w, "top_k", 1, std::min<int64_t>(128, w.number("experts"))));
   VIVACE_TRY(check_field(w, "hidden", 16, 1 << 16));
   VIVACE_TRY(check_field(w, "intermediate", 16, 1 << 16));
-  const std::string quant = w.text("quant");
-  if (quant != "per_tensor" && quant != "blockwise" && quant != "bf16") {
-    return invalid_argument("fused_moe {}: quant is '{}', needs per_tensor, blockwise or bf16", w.name, quant);
+  VIVACE_TRY_ASSIGN(const size_t quant, choice_of(w, "quant", {"per_tensor", "blockwise", "bf16"}));
+  const double element = quant == 2 ? 2 : 1;
+  const auto tokens = static_cast<double>(w.number("tokens")),
+             hidden = static_cast<double>(w.number("hidden"));
+  const double weights = 3 * static_cast<double>(w.number("experts") * w.number("intermediate")) * hidden;
+  return check_memory(w, weights * element + kRoutings * tokens * hidden * (element + 2));
+}
+
+/// tp ranks share out an expert's rows and ep ranks the experts, so another number of ranks means other shares.
+Status follow(OpWorkload& changed, const OpWorkload& listed, const std::vector<OpWorkload::Field>& named) {
+  const auto is_named = [&](std::string_view field) {
+    return std::ranges::find(named, field, &OpWorkload::Field::name) != named.end();
+  };
+  for (const auto& [ranks, share] : {std::pair{"tp", "intermediate"}, {"ep", "experts"}}) {
+    if (!is_named(ranks) || is_named(share)) continue;
+    const int64_t count = changed.number(ranks), whole = listed.number(ranks) * listed.number(share);
+    if (count < 1 || whole % count != 0) {
+      return refuse_field(changed, ranks, fmt::format("a divisor of {}, the {} of all ranks", whole, share));
+    }
+    changed.with(share, whole / count);
   }
-  auto prepared = std::make_unique<PreparedFusedMoe>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  return {};
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  return prepared<PreparedFusedMoe>(stream, w);
 }
 
 }  // namespace
 
-const OpSuite kFusedMoeSuite = {"fused_moe", "the routed experts of a layer, uniform routing", workloads, prepare};
+const OpSuite kFusedMoeSuite = {
+    "fused_moe", "the routed experts of a layer, uniform routing", workloads, check, prepare, nullptr,
+    follow};
 
 }  // namespace vivace::bench

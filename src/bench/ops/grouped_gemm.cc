@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -6,36 +7,45 @@
 #include "src/core/error.h"
 #include "src/core/number.h"
 #include "src/ops/linear/cublaslt.h"
+#include "src/ops/quantize_fp8/quantize.h"
 #include "vivace/grouped_gemm.h"
 
 namespace vivace::bench {
 
 namespace {
 
-constexpr int64_t kBlock = 128;
+int64_t sets_of(int64_t rows) {
+  return rows >= 1024 ? 2 : 3;
+}
 
 class PreparedGroupedGemm final : public PreparedOp {
  public:
   explicit PreparedGroupedGemm(const OpWorkload& w)
-      : groups_(w.number("groups")), rows_(w.number("rows")), n_(w.number("n")), k_(w.number("k")), quant_(w.text("quant")) {}
+      : groups_(w.number("groups")),
+        rows_(w.number("rows")),
+        n_(w.number("n")),
+        k_(w.number("k")),
+        quant_(w.text("quant")) {}
 
   Status prepare(const Stream& stream) {
-    const int64_t count = rows_ >= 1024 ? 2 : 3, all = groups_ * rows_;
+    const int64_t count = sets_of(rows_), all = groups_ * rows_;
     const bool fp8 = quant_ != "bf16", blockwise = quant_ == "blockwise";
     const DType type = fp8 ? DType::fp8_e4m3 : DType::bf16;
     std::vector<int32_t> starts, rows(static_cast<size_t>(groups_), static_cast<int32_t>(rows_));
     for (int64_t g = 0; g < groups_; ++g) starts.push_back(static_cast<int32_t>(g * rows_));
-    const int64_t blocks_n = (n_ + kBlock - 1) / kBlock, blocks_k = (k_ + kBlock - 1) / kBlock;
+    const int64_t blocks_n = scale_blocks(n_), blocks_k = scale_blocks(k_);
     const auto constant = [&](std::initializer_list<int64_t> shape, double value) {
-      return memory_.copy_of(std::vector<float>(static_cast<size_t>(Tensor(nullptr, DType::f32, shape).elements()),
-                                                static_cast<float>(value)),
-                             DType::f32, shape, stream);
+      return memory_.copy_of(
+          std::vector<float>(static_cast<size_t>(Tensor(nullptr, DType::f32, shape).elements()),
+                             static_cast<float>(value)),
+          DType::f32, shape, stream);
     };
     scale_ = 1 / std::sqrt(static_cast<double>(k_));
     for (int64_t i = 0; i < count; ++i) {
       GroupedGemmArgs& args = sets_.emplace_back();
       VIVACE_TRY_ASSIGN(args.x, memory_.random(type, {all, k_}, 1, 10 * i + 1, stream));
-      VIVACE_TRY_ASSIGN(args.weight, memory_.random(type, {groups_, n_, k_}, fp8 ? 1 : scale_, 10 * i + 2, stream));
+      VIVACE_TRY_ASSIGN(args.weight,
+                        memory_.random(type, {groups_, n_, k_}, fp8 ? 1 : scale_, 10 * i + 2, stream));
       VIVACE_TRY_ASSIGN(args.y, memory_.make(DType::bf16, {all, n_}, stream));
       VIVACE_TRY_ASSIGN(args.group_start, memory_.copy_of(starts, DType::i32, {groups_}, stream));
       VIVACE_TRY_ASSIGN(args.group_rows, memory_.copy_of(rows, DType::i32, {groups_}, stream));
@@ -56,11 +66,14 @@ class PreparedGroupedGemm final : public PreparedOp {
   std::string row() const override { return choice_.row; }
   Floor floor() const override {
     const double element = quant_ == "bf16" ? 2 : 1;
-    return {.bytes = static_cast<double>(groups_ * (n_ + rows_) * k_) * element + static_cast<double>(groups_ * rows_ * n_) * 2,
+    return {.bytes = static_cast<double>(groups_ * (n_ + rows_) * k_) * element +
+                     static_cast<double>(groups_ * rows_ * n_) * 2,
             .flops = 2.0 * static_cast<double>(groups_ * rows_ * n_ * k_),
             .flop_rate = quant_ == "bf16" ? kBf16Rate : kFp8Rate};
   }
-  Result<std::optional<double>> max_abs_error(const Stream& stream) override { return error_of(sets_[0].y, stream); }
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override {
+    return error_of(sets_[0].y, stream);
+  }
   Result<std::unique_ptr<PreparedOp>> through_library(std::string_view row, const Stream& stream) override;
 
   const GroupedGemmArgs& args(int64_t set) const { return sets_[set]; }
@@ -80,7 +93,8 @@ class PreparedGroupedGemm final : public PreparedOp {
       check_threads().parallel_for(std::ssize(differences), [&](int64_t sample, int) {
         const int64_t n = sample * 17;
         double want = 0;
-        for (int64_t i = 0; i < k_; ++i) want += double{values[i]} * load(w.tensor.dtype, w.tensor.data, n * k_ + i);
+        for (int64_t i = 0; i < k_; ++i)
+          want += double{values[i]} * load(w.tensor.dtype, w.tensor.data, n * k_ + i);
         differences[sample] = std::abs(want * scale_ - load(DType::bf16, y.tensor.data, n));
       });
       worst = larger(worst, largest(differences));
@@ -107,7 +121,8 @@ class LibraryLoop final : public PreparedOp {
     const int64_t rows = ours_.rows_per_group();
     for (int64_t i = 0; i < ours_.sets(); ++i) {
       const GroupedGemmArgs& args = ours_.args(i);
-      VIVACE_TRY_ASSIGN(const Tensor y, memory_.make(DType::bf16, {args.y.shape[0], args.y.shape[1]}, stream));
+      VIVACE_TRY_ASSIGN(const Tensor y,
+                        memory_.make(DType::bf16, {args.y.shape[0], args.y.shape[1]}, stream));
       y_.push_back(y);
       for (int64_t g = 0; g < args.weight.shape[0]; ++g) {
         CublasltProduct& product = products_.emplace_back();
@@ -130,7 +145,9 @@ class LibraryLoop final : public PreparedOp {
   }
   std::string row() const override { return row_; }
   Floor floor() const override { return ours_.floor(); }
-  Result<std::optional<double>> max_abs_error(const Stream& stream) override { return ours_.error_of(y_[0], stream); }
+  Result<std::optional<double>> max_abs_error(const Stream& stream) override {
+    return ours_.error_of(y_[0], stream);
+  }
 
  private:
   const PreparedGroupedGemm& ours_;
@@ -140,15 +157,15 @@ class LibraryLoop final : public PreparedOp {
   std::vector<CublasltProduct> products_;  // of each set, its groups
 };
 
-Result<std::unique_ptr<PreparedOp>> PreparedGroupedGemm::through_library(std::string_view row, const Stream& stream) {
-  auto library = std::make_unique<LibraryLoop>(*this, row);
-  VIVACE_TRY(library->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(library));
+Result<std::unique_ptr<PreparedOp>> PreparedGroupedGemm::through_library(std::string_view row,
+                                                                         const Stream& stream) {
+  return prepared<LibraryLoop>(stream, *this, row);
 }
 
 /// The library takes no scales of 128 x 128 beside activations with scales of 1 x 128.
 std::vector<std::string> libraries(const OpWorkload& w) {
-  return w.text("quant") == "blockwise" ? std::vector<std::string>() : std::vector<std::string>{"cublaslt_loop"};
+  return w.text("quant") == "blockwise" ? std::vector<std::string>()
+                                        : std::vector<std::string>{"cublaslt_loop"};
 }
 
 std::vector<OpWorkload> workloads() {
@@ -163,23 +180,28 @@ std::vector<OpWorkload> workloads() {
   return all;
 }
 
-Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+Status check(const OpWorkload& w) {
+  const int64_t groups = w.number("groups");
   VIVACE_TRY(check_field(w, "groups", 1, 4096));
-  VIVACE_TRY(check_field(w, "rows", 1, 1 << 20));
+  VIVACE_TRY(check_field(w, "rows", 1, std::min<int64_t>(1 << 20, INT32_MAX / groups)));
   VIVACE_TRY(check_field(w, "n", 1, 1 << 17));
   VIVACE_TRY(check_field(w, "k", 16, 1 << 17));
-  const std::string quant = w.text("quant");
-  if (quant != "per_tensor" && quant != "blockwise" && quant != "bf16") {
-    return invalid_argument("grouped_gemm {}: quant is '{}', needs per_tensor, blockwise or bf16", w.name, quant);
-  }
-  auto prepared = std::make_unique<PreparedGroupedGemm>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  VIVACE_TRY_ASSIGN(const size_t quant, choice_of(w, "quant", {"per_tensor", "blockwise", "bf16"}));
+  const double element = quant == 2 ? 2 : 1;
+  const auto rows = static_cast<double>(w.number("rows")), n = static_cast<double>(w.number("n")),
+             k = static_cast<double>(w.number("k"));
+  return check_memory(
+      w, static_cast<double>(sets_of(w.number("rows")) * groups) * ((n + rows) * k * element + 2 * rows * n));
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  return prepared<PreparedGroupedGemm>(stream, w);
 }
 
 }  // namespace
 
-const OpSuite kGroupedGemmSuite = {"grouped_gemm", "matrices of experts after tokens were sorted by expert", workloads,
-                                   prepare, libraries};
+const OpSuite kGroupedGemmSuite = {"grouped_gemm", "matrices of experts after tokens were sorted by expert",
+                                   workloads,      check,
+                                   prepare,        libraries};
 
 }  // namespace vivace::bench

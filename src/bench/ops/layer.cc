@@ -101,7 +101,8 @@ class HostCopies {
   }
   /// A copy to write into. bf16 becomes f32, so that what is written is not rounded again.
   Tensor writable(const Tensor& tensor) {
-    const Tensor copy = make(tensor.dtype == DType::bf16 ? DType::f32 : tensor.dtype, tensor, tensor.shape[0]);
+    const Tensor copy =
+        make(tensor.dtype == DType::bf16 ? DType::f32 : tensor.dtype, tensor, tensor.shape[0]);
     if (copy.dtype == tensor.dtype) {
       std::copy_n(tensor.as<const char>(), tensor.bytes(), copy.as<char>());
     } else {
@@ -129,7 +130,8 @@ double element(const Tensor& values, const Tensor& scale, int64_t i) {
   const double stored = load(values.dtype, values.data, i);
   if (!scale.present()) return stored;
   if (scale.elements() == 1) return stored * scale.as<const float>()[0];
-  const int64_t columns = values.shape[values.rank - 1], per_row = scale.elements() * columns / values.elements();
+  const int64_t columns = values.shape[values.rank - 1],
+                per_row = scale.elements() * columns / values.elements();
   const int64_t block = per_row == 1 ? 0 : i % columns / kFp8ScaleBlock;
   return stored * scale.as<const float>()[i / columns * per_row + block];
 }
@@ -138,7 +140,8 @@ double element(const Tensor& values, const Tensor& scale, int64_t i) {
 template <class Args>
 class Check {
  public:
-  Check(const Subject<Args>& subject, const Args& args) : subject_(subject), on_device_(args), before_(args) {}
+  Check(const Subject<Args>& subject, const Args& args)
+      : subject_(subject), on_device_(args), before_(args) {}
 
   Status copy_inputs(const Stream& stream) {
     return subject_.each_operand([&](const Operand<Args>& operand) -> Status {
@@ -244,18 +247,6 @@ class PreparedCalls final : public PreparedOp {
   Choice choice_;
 };
 
-/// invalid_argument unless the field is one of these; gives its place among them.
-Result<size_t> choice_of(const OpWorkload& w, std::string_view field, std::initializer_list<std::string_view> values) {
-  const std::string text = w.text(field);
-  std::string needs;
-  for (size_t i = 0; i < values.size(); ++i) {
-    const std::string_view value = values.begin()[i];
-    if (text == value) return i;
-    needs += (i == 0 ? "" : i + 1 < values.size() ? ", " : " or ") + std::string(value);
-  }
-  return invalid_argument("{} {}: {} is '{}', needs {}", w.suite, w.text("op"), field, text, needs);
-}
-
 /// What an activation is written as: field y.
 struct OutputType {
   DType dtype;
@@ -265,7 +256,8 @@ struct OutputType {
   /// Of y [tokens, width]: given, or room for made ones; absent without fp8.
   Result<Tensor> scale(DeviceTensors& memory, int64_t tokens, int64_t width, const Stream& stream) const {
     if (dtype != DType::fp8_e4m3) return Tensor();
-    if (scaling == Fp8Scaling::tensor) return memory.copy_of(std::vector<float>{kGivenScale}, DType::f32, {1}, stream);
+    if (scaling == Fp8Scaling::tensor)
+      return memory.copy_of(std::vector<float>{kGivenScale}, DType::f32, {1}, stream);
     if (scaling == Fp8Scaling::token) return memory.make(DType::f32, {tokens}, stream);
     return memory.make(DType::f32, {tokens, scale_blocks(width)}, stream);
   }
@@ -285,21 +277,37 @@ Result<Tensor> scales_around(double value, std::initializer_list<int64_t> shape,
   return memory.copy_of(scales, DType::f32, shape, stream);
 }
 
+/// Elements of a tensor whose dimensions are these fields.
+double elements(const OpWorkload& w, std::initializer_list<std::string_view> dimensions) {
+  double product = 1;
+  for (const std::string_view dimension : dimensions) product *= static_cast<double>(w.number(dimension));
+  return product;
+}
+
+/// Of one set; there are at least two.
+Status check_set(const OpWorkload& w, double bytes) {
+  return check_memory(w, 2 * bytes);
+}
+
+Status check_rms_norm(const OpWorkload& w) {
+  VIVACE_TRY(check_field(w, "hidden", 1, kMostWidth));
+  VIVACE_TRY(output_type_of(w).status());
+  return check_set(w, elements(w, {"tokens", "hidden"}) * (2 + 4 + 2));
+}
+
 /// x bf16 is added to a residual stream in f32, as the engine keeps it.
 Status prepare_rms_norm(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
-  VIVACE_TRY(check_field(w, "hidden", 1, kMostWidth));
   VIVACE_TRY_ASSIGN(const OutputType y, output_type_of(w));
   const int64_t tokens = w.number("tokens"), hidden = w.number("hidden");
   using Args = RmsNormArgs;
-  const Subject<Args> subject{
-      .call = rms_norm,
-      .cost = rms_norm_cost,
-      .explain = rms_norm_explain,
-      .reference = rms_norm_reference,
-      .inputs = {{&Args::x, Rows::per_token}, {&Args::weight, Rows::shared}},
-      .outputs = {{{&Args::residual, Rows::per_token}},
-                  {{&Args::y, Rows::per_token}, {&Args::y_scale, y.scale_rows()}}},
-      .step = step_of(tokens)};
+  const Subject<Args> subject{.call = rms_norm,
+                              .cost = rms_norm_cost,
+                              .explain = rms_norm_explain,
+                              .reference = rms_norm_reference,
+                              .inputs = {{&Args::x, Rows::per_token}, {&Args::weight, Rows::shared}},
+                              .outputs = {{{&Args::residual, Rows::per_token}},
+                                          {{&Args::y, Rows::per_token}, {&Args::y_scale, y.scale_rows()}}},
+                              .step = step_of(tokens)};
   const auto make = [&](uint64_t seed) -> Result<Args> {
     DeviceTensors& memory = calls.memory();
     Args args;
@@ -314,9 +322,14 @@ Status prepare_rms_norm(const OpWorkload& w, PreparedCalls& calls, const Stream&
   return calls.prepare(subject, make, stream);
 }
 
+Status check_silu_mul(const OpWorkload& w) {
+  VIVACE_TRY(check_field(w, "intermediate", 1, kMostWidth));
+  VIVACE_TRY(output_type_of(w).status());
+  return check_set(w, elements(w, {"tokens", "intermediate"}) * (2 * 2 + 2));
+}
+
 /// Gate and up are halves of the rows that one product wrote.
 Status prepare_silu_mul(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
-  VIVACE_TRY(check_field(w, "intermediate", 1, kMostWidth));
   VIVACE_TRY_ASSIGN(const OutputType y, output_type_of(w));
   const int64_t tokens = w.number("tokens"), intermediate = w.number("intermediate");
   using Args = SiluMulArgs;
@@ -342,8 +355,13 @@ Status prepare_silu_mul(const OpWorkload& w, PreparedCalls& calls, const Stream&
   return calls.prepare(subject, make, stream);
 }
 
-Status prepare_quantize_fp8(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
+Status check_quantize_fp8(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "hidden", 1, kMostWidth));
+  VIVACE_TRY(output_type_of(w).status());
+  return check_set(w, elements(w, {"tokens", "hidden"}) * (2 + 1));
+}
+
+Status prepare_quantize_fp8(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
   VIVACE_TRY_ASSIGN(const OutputType y, output_type_of(w));
   const int64_t tokens = w.number("tokens"), hidden = w.number("hidden");
   using Args = QuantizeFp8Args;
@@ -366,10 +384,15 @@ Status prepare_quantize_fp8(const OpWorkload& w, PreparedCalls& calls, const Str
   return calls.prepare(subject, make, stream);
 }
 
-/// Sets share the table and take rows of it that those before them did not touch, as long as there are any.
-Status prepare_embedding(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
+Status check_embedding(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "hidden", 1, kMostWidth));
   VIVACE_TRY(check_field(w, "vocab", 1, 1 << 20));
+  const double shared = elements(w, {"vocab", "hidden"}) * 2;
+  return check_memory(w, shared + 2 * elements(w, {"tokens", "hidden"}) * 4);
+}
+
+/// Sets share the table and take rows of it that those before them did not touch, as long as there are any.
+Status prepare_embedding(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
   const int64_t tokens = w.number("tokens"), hidden = w.number("hidden"), vocab = w.number("vocab");
   using Args = EmbeddingArgs;
   const Subject<Args> subject{.call = embedding,
@@ -395,12 +418,19 @@ Status prepare_embedding(const OpWorkload& w, PreparedCalls& calls, const Stream
   return calls.prepare(subject, make, stream);
 }
 
-/// Norm, then RoPE; tokens go to shuffled slots of a cache with a page more than they need.
-Status prepare_attention_prologue(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
-  constexpr int64_t kMaxPosition = 8192, kPageTokens = 64;
+Status check_attention_prologue(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "heads_q", 1, 1024));
   VIVACE_TRY(check_field(w, "heads_kv", 1, 1024));
   VIVACE_TRY(check_field(w, "head_dim", 2, kMaxHeadDim));
+  VIVACE_TRY(choice_of(w, "kv", {"bf16", "fp8"}).status());
+  const double q = elements(w, {"tokens", "heads_q", "head_dim"}),
+               kv = 2 * elements(w, {"tokens", "heads_kv", "head_dim"});
+  return check_set(w, (q + kv) * (2 + 2));
+}
+
+/// Norm, then RoPE; tokens go to shuffled slots of a cache with a page more than they need.
+Status prepare_attention_prologue(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
+  constexpr int64_t kMaxPosition = 8192, kPageTokens = 64;
   VIVACE_TRY_ASSIGN(const bool fp8, choice_of(w, "kv", {"bf16", "fp8"}));
   const int64_t tokens = w.number("tokens"), heads_q = w.number("heads_q"), heads_kv = w.number("heads_kv");
   const int64_t head_dim = w.number("head_dim"), pages = (tokens + kPageTokens - 1) / kPageTokens + 1;
@@ -423,7 +453,8 @@ Status prepare_attention_prologue(const OpWorkload& w, PreparedCalls& calls, con
   DeviceTensors& memory = calls.memory();
   Args base;
   base.qk_norm = QkNorm::norm_then_rope;
-  VIVACE_TRY_ASSIGN(base.cos_sin, memory.random(DType::f32, {kMaxPosition, head_dim / 2 * 2}, 0.7, 1, stream));
+  VIVACE_TRY_ASSIGN(base.cos_sin,
+                    memory.random(DType::f32, {kMaxPosition, head_dim / 2 * 2}, 0.7, 1, stream));
   const auto make = [&](uint64_t seed) -> Result<Args> {
     std::mt19937_64 rng(seed);
     std::vector<int64_t> slots(static_cast<size_t>(pages * kPageTokens));
@@ -440,11 +471,14 @@ Status prepare_attention_prologue(const OpWorkload& w, PreparedCalls& calls, con
     VIVACE_TRY_ASSIGN(args.positions, memory.copy_of(positions, DType::i32, {tokens}, stream));
     VIVACE_TRY_ASSIGN(args.slots, memory.copy_of(slots, DType::i64, {tokens}, stream));
     VIVACE_TRY_ASSIGN(args.q, memory.make(type, {tokens, heads_q, head_dim}, stream));
-    VIVACE_TRY_ASSIGN(args.k, memory.random(type, {pages, kPageTokens, heads_kv, head_dim}, 1, seed + 3, stream));
-    VIVACE_TRY_ASSIGN(args.v, memory.random(type, {pages, kPageTokens, heads_kv, head_dim}, 1, seed + 4, stream));
+    VIVACE_TRY_ASSIGN(args.k,
+                      memory.random(type, {pages, kPageTokens, heads_kv, head_dim}, 1, seed + 3, stream));
+    VIVACE_TRY_ASSIGN(args.v,
+                      memory.random(type, {pages, kPageTokens, heads_kv, head_dim}, 1, seed + 4, stream));
     if (fp8) {
       VIVACE_TRY_ASSIGN(args.q_scale, memory.make(DType::f32, {tokens, heads_q}, stream));
-      VIVACE_TRY_ASSIGN(args.k_scale, memory.copy_of(std::vector<float>{kGivenScale}, DType::f32, {1}, stream));
+      VIVACE_TRY_ASSIGN(args.k_scale,
+                        memory.copy_of(std::vector<float>{kGivenScale}, DType::f32, {1}, stream));
       args.v_scale = args.k_scale;
     }
     return args;
@@ -452,10 +486,15 @@ Status prepare_attention_prologue(const OpWorkload& w, PreparedCalls& calls, con
   return calls.prepare(subject, make, stream);
 }
 
-/// "sigmoid" chooses with a bias, "softmax" without.
-Status prepare_route_top_k(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
+Status check_route_top_k(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "experts", 1, 4096));
   VIVACE_TRY(check_field(w, "top_k", 1, w.number("experts")));
+  VIVACE_TRY(choice_of(w, "scoring", {"sigmoid", "softmax"}).status());
+  return check_set(w, elements(w, {"tokens", "experts"}) * 4);
+}
+
+/// "sigmoid" chooses with a bias, "softmax" without.
+Status prepare_route_top_k(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
   VIVACE_TRY_ASSIGN(const bool softmax, choice_of(w, "scoring", {"sigmoid", "softmax"}));
   const int64_t tokens = w.number("tokens"), experts = w.number("experts"), top_k = w.number("top_k");
   using Args = RouteTopKArgs;
@@ -482,19 +521,23 @@ Status prepare_route_top_k(const OpWorkload& w, PreparedCalls& calls, const Stre
   return calls.prepare(subject, make, stream);
 }
 
+Status check_decode_schedule(const OpWorkload& w) {
+  VIVACE_TRY(check_field(w, "heads_kv", 1, 1024));
+  return check_field(w, "workers", 1, 1 << 16);
+}
+
 /// A request per token, of 1 to 32K keys: every length of that range in proportion to its inverse.
 Status prepare_decode_schedule(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
   constexpr double kLogMostKeys = 15;
-  VIVACE_TRY(check_field(w, "heads_kv", 1, 1024));
-  VIVACE_TRY(check_field(w, "workers", 1, 1 << 16));
   const int64_t requests = w.number("tokens"), workers = w.number("workers");
   using Args = DecodeScheduleArgs;
-  const Subject<Args> subject{.call = decode_schedule,
-                              .cost = decode_schedule_cost,
-                              .explain = decode_schedule_explain,
-                              .reference = decode_schedule_reference,
-                              .inputs = {{&Args::kv_lengths, Rows::shared}, {&Args::query_start, Rows::shared}},
-                              .outputs = {{{&Args::schedule, Rows::shared}}}};
+  const Subject<Args> subject{
+      .call = decode_schedule,
+      .cost = decode_schedule_cost,
+      .explain = decode_schedule_explain,
+      .reference = decode_schedule_reference,
+      .inputs = {{&Args::kv_lengths, Rows::shared}, {&Args::query_start, Rows::shared}},
+      .outputs = {{{&Args::schedule, Rows::shared}}}};
   std::vector<int32_t> starts(static_cast<size_t>(requests + 1));
   std::iota(starts.begin(), starts.end(), 0);
   const auto make = [&](uint64_t seed) -> Result<Args> {
@@ -507,16 +550,24 @@ Status prepare_decode_schedule(const OpWorkload& w, PreparedCalls& calls, const 
     args.params = {.heads_kv = w.number("heads_kv"), .workers = workers};
     VIVACE_TRY_ASSIGN(args.kv_lengths, memory.copy_of(lengths, DType::i32, {requests}, stream));
     VIVACE_TRY_ASSIGN(args.query_start, memory.copy_of(starts, DType::i32, {requests + 1}, stream));
-    VIVACE_TRY_ASSIGN(args.schedule, memory.make(DType::i32, {decode_schedule_ints(requests, workers)}, stream));
+    VIVACE_TRY_ASSIGN(args.schedule,
+                      memory.make(DType::i32, {decode_schedule_ints(requests, workers)}, stream));
     return args;
   };
   return calls.prepare(subject, make, stream);
 }
 
-/// One weight. fp8 values are of deviation 1 and scaled, so that results are of order 1 in every form.
-Status prepare_linear(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
+Status check_linear(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "n", 1, 1 << 20));
   VIVACE_TRY(check_field(w, "k", 1, kMostWidth));
+  VIVACE_TRY(choice_of(w, "quant", {"bf16", "per_tensor", "blockwise"}).status());
+  VIVACE_TRY(choice_of(w, "y", {"bf16", "f32"}).status());
+  return check_set(
+      w, 2 * elements(w, {"tokens", "k"}) + 2 * elements(w, {"n", "k"}) + 4 * elements(w, {"tokens", "n"}));
+}
+
+/// One weight. fp8 values are of deviation 1 and scaled, so that results are of order 1 in every form.
+Status prepare_linear(const OpWorkload& w, PreparedCalls& calls, const Stream& stream) {
   VIVACE_TRY_ASSIGN(const size_t quant, choice_of(w, "quant", {"bf16", "per_tensor", "blockwise"}));
   VIVACE_TRY_ASSIGN(const bool to_f32, choice_of(w, "y", {"bf16", "f32"}));
   const int64_t tokens = w.number("tokens"), n = w.number("n"), k = w.number("k");
@@ -565,36 +616,40 @@ Status prepare_linear(const OpWorkload& w, PreparedCalls& calls, const Stream& s
 
 struct LayerOp {
   std::string_view name;
+  Status (*check)(const OpWorkload& workload);
   Status (*prepare)(const OpWorkload& workload, PreparedCalls& calls, const Stream& stream);
 };
 constexpr LayerOp kLayerOps[] = {
-    {"rms_norm", prepare_rms_norm},
-    {"silu_mul", prepare_silu_mul},
-    {"quantize_fp8", prepare_quantize_fp8},
-    {"embedding", prepare_embedding},
-    {"attention_prologue", prepare_attention_prologue},
-    {"route_top_k", prepare_route_top_k},
-    {"decode_schedule", prepare_decode_schedule},
-    {"linear", prepare_linear},
+    {"rms_norm", check_rms_norm, prepare_rms_norm},
+    {"silu_mul", check_silu_mul, prepare_silu_mul},
+    {"quantize_fp8", check_quantize_fp8, prepare_quantize_fp8},
+    {"embedding", check_embedding, prepare_embedding},
+    {"attention_prologue", check_attention_prologue, prepare_attention_prologue},
+    {"route_top_k", check_route_top_k, prepare_route_top_k},
+    {"decode_schedule", check_decode_schedule, prepare_decode_schedule},
+    {"linear", check_linear, prepare_linear},
 };
 
-Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+const LayerOp& op_of(const OpWorkload& w) {
+  return *std::ranges::find(kLayerOps, w.text("op"), &LayerOp::name);
+}
+
+Status check(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "tokens", 1, kMostTokens));
-  std::string names;
-  for (const LayerOp& op : kLayerOps) {
-    names += (names.empty() ? "" : ", ") + std::string(op.name);
-    if (op.name != w.text("op")) continue;
-    auto prepared = std::make_unique<PreparedCalls>();
-    VIVACE_TRY(op.prepare(w, *prepared, stream));
-    return std::unique_ptr<PreparedOp>(std::move(prepared));
-  }
-  return invalid_argument("layer {}: op is '{}', needs one of {}", w.name, w.text("op"), names);
+  return op_of(w).check(w);
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  auto prepared = std::make_unique<PreparedCalls>();
+  VIVACE_TRY(op_of(w).prepare(w, *prepared, stream));
+  return std::unique_ptr<PreparedOp>(std::move(prepared));
 }
 
 /// One of the eight shards of Hy3: 8 query heads and one KV head, 1/8 of the dense layer and of the vocabulary. The
 /// plain form of a call at 1, 64 and 4096 tokens; other forms where their size makes a difference.
 std::vector<OpWorkload> workloads() {
-  constexpr int64_t kHidden = 4096, kIntermediate = 13312 / 8, kVocab = 120832 / 8, kHeadDim = 128, kHeadsQ = 8;
+  constexpr int64_t kHidden = 4096, kIntermediate = 13312 / 8, kVocab = 120832 / 8, kHeadDim = 128,
+                    kHeadsQ = 8;
   constexpr int64_t kQkv = (kHeadsQ + 2) * kHeadDim, kAttended = kHeadsQ * kHeadDim;
   constexpr int64_t kWorkers = 2 * 132;  // two CTAs on each SM
   using Counts = std::vector<int64_t>;
@@ -626,7 +681,8 @@ std::vector<OpWorkload> workloads() {
   for (const char* quant : {"bf16", "per_tensor", "blockwise"}) {
     const bool plain = quant == std::string_view("bf16");
     add("linear", plain ? every : batches, {{"n", kQkv}, {"k", kHidden}, {"quant", quant}, {"y", "bf16"}});
-    add("linear", plain ? every : Counts{64}, {{"n", kHidden}, {"k", kAttended}, {"quant", quant}, {"y", "bf16"}});
+    add("linear", plain ? every : Counts{64},
+        {{"n", kHidden}, {"k", kAttended}, {"quant", quant}, {"y", "bf16"}});
   }
   add("linear", {1, 64}, {{"n", kVocab}, {"k", kHidden}, {"quant", "bf16"}, {"y", "f32"}});
   return all;
@@ -634,7 +690,8 @@ std::vector<OpWorkload> workloads() {
 
 }  // namespace
 
-const OpSuite kLayerSuite = {"layer", "norms, activations, routing and projections around attention and the experts",
-                             workloads, prepare};
+const OpSuite kLayerSuite = {"layer",
+                             "norms, activations, routing and projections around attention and the experts",
+                             workloads, check, prepare};
 
 }  // namespace vivace::bench

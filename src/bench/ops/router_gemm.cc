@@ -58,7 +58,8 @@ class PreparedRouterGemm final : public PreparedOp {
       const int64_t row = sample * step;
       for (int64_t e = 0; e < n_; ++e) {
         double want = 0;
-        for (int64_t i = 0; i < k_; ++i) want += double{load(DType::bf16, x.tensor.data, row * k_ + i)} * source_[e * k_ + i];
+        for (int64_t i = 0; i < k_; ++i)
+          want += double{load(DType::bf16, x.tensor.data, row * k_ + i)} * source_[e * k_ + i];
         worst[sample] = larger(worst[sample], std::abs(want - scores.tensor.as<float>()[row * n_ + e]));
       }
     });
@@ -147,10 +148,9 @@ class LibraryRouterGemm final : public PreparedOp {
   std::vector<CublasltProduct> products_;
 };
 
-Result<std::unique_ptr<PreparedOp>> PreparedRouterGemm::through_library(std::string_view row, const Stream& stream) {
-  auto library = std::make_unique<LibraryRouterGemm>(*this, row);
-  VIVACE_TRY(library->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(library));
+Result<std::unique_ptr<PreparedOp>> PreparedRouterGemm::through_library(std::string_view row,
+                                                                        const Stream& stream) {
+  return prepared<LibraryRouterGemm>(stream, *this, row);
 }
 
 std::vector<std::string> libraries(const OpWorkload& w) {
@@ -164,8 +164,11 @@ std::vector<OpWorkload> workloads() {
     int64_t n, k;
   };
   std::vector<OpWorkload> all;
-  for (const Model& model : {Model{"hy3", 192, 4096}, {"longcat-chat", 768, 6144}, {"longcat-lite", 384, 3072},
-                             {"dsv3", 256, 7168}, {"qwen3-235b", 128, 4096}}) {
+  for (const Model& model : {Model{"hy3", 192, 4096},
+                             {"longcat-chat", 768, 6144},
+                             {"longcat-lite", 384, 3072},
+                             {"dsv3", 256, 7168},
+                             {"qwen3-235b", 128, 4096}}) {
     for (const char* mode : {"two_term", "exact", "bf16"}) {
       for (const int64_t m : {1, 4, 16, 48, 96, 208, 512, 1024, 2048, 4096, 8192}) {
         OpWorkload w{.suite = "router_gemm", .name = model.name, .fields = {}};
@@ -176,22 +179,24 @@ std::vector<OpWorkload> workloads() {
   return all;
 }
 
-Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+Status check(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "m", 1, 1 << 20));
   VIVACE_TRY(check_field(w, "n", 1, 65536));
   VIVACE_TRY(check_field(w, "k", 1, 1 << 17));
-  const std::string mode = w.text("mode");
-  if (mode != "two_term" && mode != "exact" && mode != "bf16") {
-    return invalid_argument("router_gemm {}: mode is '{}', needs two_term, exact or bf16", w.name, mode);
-  }
-  auto prepared = std::make_unique<PreparedRouterGemm>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  VIVACE_TRY(choice_of(w, "mode", {"two_term", "exact", "bf16"}).status());
+  const auto m = static_cast<double>(w.number("m")), n = static_cast<double>(w.number("n")),
+             k = static_cast<double>(w.number("k"));
+  return check_memory(w, kSets * (2 * m * k + 4 * n * k + 4 * m * n));
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  return prepared<PreparedRouterGemm>(stream, w);
 }
 
 }  // namespace
 
-const OpSuite kRouterGemmSuite = {"router_gemm", "bf16 activations times an fp32 or bf16 router weight, to fp32", workloads,
-                                  prepare, libraries};
+const OpSuite kRouterGemmSuite = {
+    "router_gemm", "bf16 activations times an fp32 or bf16 router weight, to fp32", workloads, check, prepare,
+    libraries};
 
 }  // namespace vivace::bench

@@ -22,32 +22,94 @@ bool has(const OpWorkload& workload, const OpWorkload::Field& field) {
   return std::find(workload.fields.begin(), workload.fields.end(), field) != workload.fields.end();
 }
 
-/// The listed case that shares most of the filter's fields, with the others in place of its own; absent when no case of
-/// that name, and of that operator where a suite has several, has fields so called.
-std::optional<OpWorkload> changed_case(const std::vector<OpWorkload>& listed, const OpFilter& filter) {
-  std::optional<OpWorkload> nearest;
-  int64_t most_shared = -1;
+const OpWorkload::Field* field_of(const OpWorkload& workload, std::string_view name) {
+  const auto own = std::ranges::find(workload.fields, name, &OpWorkload::Field::name);
+  return own == workload.fields.end() ? nullptr : &*own;
+}
+
+const OpSuite& suite_of(const OpWorkload& workload) {
+  return *std::ranges::find(op_suites(), workload.suite, &OpSuite::name);
+}
+
+/// An attention case is its name.
+bool named_by_lengths(const OpWorkload& workload) {
+  return workload.suite.starts_with("attention");
+}
+
+/// "a, b, c", each once.
+template <class Items, class Text>
+std::string listed_once(const Items& items, Text&& text_of) {
+  std::vector<std::string> seen;
+  for (const auto& item : items) {
+    std::string text = text_of(item);
+    if (!text.empty() && std::ranges::find(seen, text) == seen.end()) seen.push_back(std::move(text));
+  }
+  return fmt::format("{}", fmt::join(seen, ", "));
+}
+
+/// The cases that a filter may change: of its name, where it has one.
+Result<std::vector<OpWorkload>> cases_named(const std::vector<OpWorkload>& listed, const OpFilter& filter) {
+  std::vector<OpWorkload> named;
+  Status no_lengths;
   for (const OpWorkload& candidate : listed) {
-    // An attention case is its name.
-    const bool named = filter.name.empty() || candidate.name == filter.name ||
-                       (candidate.suite.starts_with("attention") && parse_lengths(filter.name).ok());
-    const bool known = std::all_of(filter.fields.begin(), filter.fields.end(), [&](const OpWorkload::Field& field) {
-      return std::any_of(candidate.fields.begin(), candidate.fields.end(), [&](const OpWorkload::Field& own) {
-        return own.name == field.name && own.value.index() == field.value.index() && (own.name != "op" || own == field);
-      });
-    });
-    const int64_t shared = std::count_if(filter.fields.begin(), filter.fields.end(),
-                                         [&](const OpWorkload::Field& field) { return has(candidate, field); });
-    if (!named || !known || shared <= most_shared) continue;
-    most_shared = shared;
-    nearest = candidate;
+    bool fits = filter.name.empty() || candidate.name == filter.name;
+    if (!fits && named_by_lengths(candidate)) {
+      if (no_lengths.ok()) no_lengths = parse_lengths(filter.name).status();
+      fits = no_lengths.ok();
+    }
+    if (fits) named.push_back(candidate);
   }
-  if (!nearest) return std::nullopt;
-  if (!filter.name.empty()) nearest->name = filter.name;
+  if (!named.empty()) return named;
+  if (!no_lengths.ok() && std::ranges::all_of(listed, named_by_lengths)) return no_lengths;
+  return not_found("there is no case called '{}', needs one of {}", filter.name,
+                   listed_once(listed, [](const OpWorkload& w) { return w.name; }));
+}
+
+/// Why none of the cases (there is one at least) can be changed in this field.
+Status no_such_field(const std::vector<OpWorkload>& cases, const OpWorkload::Field& field) {
+  const auto text_of = [](const OpWorkload::Value& value) {
+    return std::holds_alternative<std::string>(value) ? std::get<std::string>(value)
+                                                      : std::string("a whole number");
+  };
+  const std::string values = listed_once(cases, [&](const OpWorkload& w) {
+    const OpWorkload::Field* own = field_of(w, field.name);
+    return own == nullptr ? std::string() : text_of(own->value);
+  });
+  if (!values.empty())
+    return invalid_argument("{} is {}, needs {}", field.name, describe(field.value), values);
+  return not_found("there is no field {} in {}, needs {}", field.name,
+                   listed_once(cases, [](const OpWorkload& w) { return w.suite; }),
+                   listed_once(cases, [](const OpWorkload& w) {
+                     return listed_once(w.fields, [](const OpWorkload::Field& f) { return f.name; });
+                   }));
+}
+
+/// The listed case that shares most of the filter's fields, with the others in place of its own.
+Result<OpWorkload> changed_case(const std::vector<OpWorkload>& listed, const OpFilter& filter) {
+  VIVACE_TRY_ASSIGN(std::vector<OpWorkload> cases, cases_named(listed, filter));
   for (const OpWorkload::Field& field : filter.fields) {
-    std::visit([&](const auto& value) { nearest->with(field.name, value); }, field.value);
+    // Values change, but an operator is another kind of case.
+    const auto lacks = [&](const OpWorkload& candidate) {
+      const OpWorkload::Field* own = field_of(candidate, field.name);
+      return own == nullptr || own->value.index() != field.value.index() ||
+             (field.name == "op" && *own != field);
+    };
+    if (std::ranges::all_of(cases, lacks)) return no_such_field(cases, field);
+    std::erase_if(cases, lacks);
   }
-  return nearest;
+  const auto shared = [&](const OpWorkload& candidate) {
+    return std::ranges::count_if(filter.fields, [&](const auto& field) { return has(candidate, field); });
+  };
+  const OpWorkload& nearest = *std::ranges::max_element(cases, {}, shared);
+  OpWorkload changed = nearest;
+  if (!filter.name.empty()) changed.name = filter.name;
+  for (const OpWorkload::Field& field : filter.fields) {
+    std::visit([&](const auto& value) { changed.with(field.name, value); }, field.value);
+  }
+  const OpSuite& suite = suite_of(changed);
+  if (suite.follow != nullptr) VIVACE_TRY(suite.follow(changed, nearest, filter.fields));
+  VIVACE_TRY(suite.check(changed));
+  return changed;
 }
 
 Status check_and_time(OpResult& result, PreparedOp& prepared, int64_t replays, const Stream& stream) {
@@ -66,57 +128,34 @@ Status check_and_time(OpResult& result, PreparedOp& prepared, int64_t replays, c
   return {};
 }
 
-const OpSuite& suite_of(const OpWorkload& workload) {
-  return *std::ranges::find(op_suites(), workload.suite, &OpSuite::name);
-}
-
 std::vector<std::string> libraries_of(const OpWorkload& workload) {
   const OpSuite& suite = suite_of(workload);
   return suite.libraries != nullptr ? suite.libraries(workload) : std::vector<std::string>();
 }
 
-std::string fields_text(const OpWorkload& workload) {
-  std::string text;
-  for (const OpWorkload::Field& field : workload.fields) {
-    const auto* number = std::get_if<int64_t>(&field.value);
-    text += fmt::format("{}{}={}", text.empty() ? "" : " ", field.name,
-                        number != nullptr ? std::to_string(*number) : std::get<std::string>(field.value));
-  }
-  return text;
-}
-
 }  // namespace
 
-Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options) {
+Result<std::vector<OpWorkload>> select_workloads(const std::vector<std::string>& suites,
+                                                 const std::vector<OpFilter>& filters) {
+  for (const std::string& name : suites) {
+    if (std::ranges::find(op_suites(), name, &OpSuite::name) != op_suites().end()) continue;
+    return not_found("suite is '{}', needs one of {}", name,
+                     listed_once(op_suites(), [](const OpSuite& suite) { return std::string(suite.name); }));
+  }
   std::vector<OpWorkload> listed, chosen;
-  std::string names;
   for (const OpSuite& suite : op_suites()) {
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", suite.name);
-    if (!options.suites.empty() &&
-        std::find(options.suites.begin(), options.suites.end(), suite.name) == options.suites.end()) {
-      continue;
-    }
-    const std::vector<OpWorkload> own = suite.workloads();
-    listed.insert(listed.end(), own.begin(), own.end());
+    if (!suites.empty() && std::ranges::find(suites, suite.name) == suites.end()) continue;
+    std::ranges::move(suite.workloads(), std::back_inserter(listed));
   }
-  for (const std::string& name : options.suites) {
-    const auto is_it = [&](const OpSuite& suite) { return suite.name == name; };
-    if (std::none_of(op_suites().begin(), op_suites().end(), is_it)) {
-      return not_found("suite '{}' does not exist; there are {}", name, names);
-    }
-  }
-  if (options.filters.empty()) return listed;
-  for (const OpFilter& filter : options.filters) {
+  if (filters.empty()) return listed;
+  for (const OpFilter& filter : filters) {
     const size_t before = chosen.size();
-    std::copy_if(listed.begin(), listed.end(), std::back_inserter(chosen),
-                 [&](const OpWorkload& workload) { return filter.accepts(workload); });
+    std::ranges::copy_if(listed, std::back_inserter(chosen),
+                         [&](const OpWorkload& workload) { return filter.accepts(workload); });
     if (chosen.size() > before) continue;
-    if (std::optional<OpWorkload> own = changed_case(listed, filter)) {
-      chosen.push_back(std::move(*own));
-      continue;
-    }
-    return invalid_argument("case '{}' fits no case of the suites, and changes none: names and fields are those of the JSON rows",
-                            filter.name);
+    Result<OpWorkload> own = changed_case(listed, filter);
+    if (!own.ok()) return own.status().at(fmt::format("case '{}'", filter.text));
+    chosen.push_back(std::move(*own));
   }
   return chosen;
 }
@@ -124,8 +163,8 @@ Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options) {
 std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, const OpRunOptions& options,
                                     const Stream& stream) {
   bool libraries = options.libraries && std::ranges::any_of(workloads, [](const OpWorkload& workload) {
-    return !libraries_of(workload).empty();
-  });
+                     return !libraries_of(workload).empty();
+                   });
   if (libraries && !cublaslt_found()) {
     log_line("cuBLASLt was not found: nothing is timed beside it; vivace doctor says how to get it");
     libraries = false;
@@ -134,7 +173,7 @@ std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, co
   // Times what `prepare` gives; false after an error of the device: nothing that follows would mean anything.
   const auto timed = [&](OpResult& result, auto&& prepare) {
     result.failure = guarded("bench ops", [&]() -> Status {
-      VIVACE_TRY_ASSIGN(PreparedOp* prepared, prepare());
+      VIVACE_TRY_ASSIGN(PreparedOp * prepared, prepare());
       return check_and_time(result, *prepared, options.replays, stream);
     });
     if (options.finished) options.finished(result);
@@ -183,13 +222,14 @@ void OpTargets::apply(OpResult& result) const {
   const bool exact = result.workload.text("mode") == "exact";
   for (const Json& entry : *list) {
     if (!entry.is_object() || entry.value("case", "") != result.workload.name) continue;
-    const bool agrees = std::all_of(
-        result.workload.fields.begin(), result.workload.fields.end(), [&](const OpWorkload::Field& field) {
-          const auto own = entry.find(field.name);
-          if (own == entry.end()) return true;
-          if (const auto* number = std::get_if<int64_t>(&field.value)) return own->is_number() && *own == *number;
-          return own->is_string() && *own == std::get<std::string>(field.value);
-        });
+    const bool agrees = std::all_of(result.workload.fields.begin(), result.workload.fields.end(),
+                                    [&](const OpWorkload::Field& field) {
+                                      const auto own = entry.find(field.name);
+                                      if (own == entry.end()) return true;
+                                      if (const auto* number = std::get_if<int64_t>(&field.value))
+                                        return own->is_number() && *own == *number;
+                                      return own->is_string() && *own == std::get<std::string>(field.value);
+                                    });
     const auto target = entry.find(exact ? "exact_target_us" : "target_us");
     if (agrees && target != entry.end() && target->is_number()) result.target_us = target->get<double>();
   }
@@ -229,21 +269,22 @@ std::string OpTable::add(const OpResult& result) {
     out = end();
     if (!suite_.empty()) out += "\n";
     suite_ = result.workload.suite;
-    out += fmt::format("{}\n{:<58} {:<22} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6} {:>7} {:>9} {:>8} {:>6}\n", suite_,
-                       "case", "row", "us", "p10", "p90", "floor", "share", "TB/s", "TFLOP/s", "error", "target",
-                       "ratio");
+    out += fmt::format("{}\n{:<58} {:<22} {:>9} {:>9} {:>9} {:>9} {:>6} {:>6} {:>7} {:>9} {:>8} {:>6}\n",
+                       suite_, "case", "row", "us", "p10", "p90", "floor", "share", "TB/s", "TFLOP/s",
+                       "error", "target", "ratio");
   }
-  const std::string name = result.workload.name + "  " + fields_text(result.workload);
+  const std::string name = result.workload.name + "  " + fields_text(result.workload, " ");
   if (!result.failure.ok()) {
     return out + fmt::format("{:<58} {:<22} failed: {}\n", name, result.row, result.failure.message());
   }
-  out += fmt::format("{:<58} {:<22} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} "
-                     "{:>9} {:>8} {:>6}\n",
-                     name, result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us,
-                     result.floor_us, 100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
-                     result.max_abs_error ? fmt::format("{:.2e}", *result.max_abs_error) : "",
-                     result.target_us ? fmt::format("{:.1f}", *result.target_us) : "",
-                     result.target_us ? fmt::format("{:.2f}", result.timing.median_us / *result.target_us) : "");
+  out += fmt::format(
+      "{:<58} {:<22} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} "
+      "{:>9} {:>8} {:>6}\n",
+      name, result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us, result.floor_us,
+      100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
+      result.max_abs_error ? fmt::format("{:.2e}", *result.max_abs_error) : "",
+      result.target_us ? fmt::format("{:.1f}", *result.target_us) : "",
+      result.target_us ? fmt::format("{:.2f}", result.timing.median_us / *result.target_us) : "");
   if (result.target_us) {
     logs_ += std::log(result.timing.median_us / *result.target_us);
     ++targets_;

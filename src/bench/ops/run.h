@@ -30,8 +30,6 @@ struct OpResult {
 };
 
 struct OpRunOptions {
-  std::vector<std::string> suites;  ///< empty: all
-  std::vector<OpFilter> filters;    ///< empty: all cases; a filter that no listed case meets is a case of its own
   int64_t replays = 20;
   bool libraries = true;  ///< times libraries too, where a suite names any and they are found
   /// Called before each workload.
@@ -40,9 +38,12 @@ struct OpRunOptions {
   std::function<void(OpResult& result)> finished;
 };
 
-/// The workloads that the options ask for. not_found: no such suite; the message lists them. invalid_argument: a filter
-/// that fits no case of the suites and names no case to change.
-Result<std::vector<OpWorkload>> select_workloads(const OpRunOptions& options);
+/// The cases of these suites (none given: all) that a filter accepts (none given: all). A filter that accepts none makes
+/// one of its own from the nearest listed case. Needs no GPU.
+/// Fails  not_found: no such suite, case or field; the message lists what there is. invalid_argument: the case of its own
+/// does not pass its suite's check().
+Result<std::vector<OpWorkload>> select_workloads(const std::vector<std::string>& suites,
+                                                 const std::vector<OpFilter>& filters);
 
 /// Checks each workload's output against float64 once, then times it, then the libraries in the same way. What fails
 /// keeps its place with the reason. One line of log where libraries are wanted and cuBLASLt was not found.

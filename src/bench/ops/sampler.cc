@@ -11,6 +11,15 @@ namespace vivace::bench {
 
 namespace {
 
+int64_t logit_bytes(int64_t batch, int64_t vocab) {
+  return batch * vocab * 2;
+}
+
+int64_t sets_of(int64_t bytes) {
+  constexpr int64_t kColdBytes = 300'000'000;
+  return std::clamp<int64_t>((kColdBytes + bytes - 1) / bytes, 2, 16);
+}
+
 /// "temperature": over the whole vocabulary. "full": repetition penalty from a bit mask, top-k 20, top-p 0.9, and the drawn
 /// id is counted.
 class PreparedSampler final : public PreparedOp {
@@ -19,12 +28,10 @@ class PreparedSampler final : public PreparedOp {
       : batch_(w.number("batch")), vocab_(w.number("vocab")), full_(w.name == "full") {}
 
   Status prepare(const Stream& stream) {
-    constexpr int64_t kColdBytes = 300'000'000;
-    const int64_t bytes = batch_ * vocab_ * 2;
-    const int64_t count = std::clamp<int64_t>((kColdBytes + bytes - 1) / bytes, 2, 16);
+    const int64_t count = sets_of(logit_bytes(batch_, vocab_));
     const auto filled = [&](double value) {
-      return memory_.copy_of(std::vector<float>(static_cast<size_t>(batch_), static_cast<float>(value)), DType::f32, {batch_},
-                             stream);
+      return memory_.copy_of(std::vector<float>(static_cast<size_t>(batch_), static_cast<float>(value)),
+                             DType::f32, {batch_}, stream);
     };
     for (int64_t i = 0; i < count; ++i) {
       SamplerArgs& args = sets_.emplace_back();
@@ -42,8 +49,8 @@ class PreparedSampler final : public PreparedOp {
       std::vector<int32_t> bits(static_cast<size_t>(batch_ * words), 1 << 7);
       VIVACE_TRY_ASSIGN(args.repetition_penalty, filled(1.1));
       VIVACE_TRY_ASSIGN(args.top_p, filled(0.9));
-      VIVACE_TRY_ASSIGN(args.top_k, memory_.copy_of(std::vector<int32_t>(static_cast<size_t>(batch_), 20), DType::i32,
-                                                    {batch_}, stream));
+      VIVACE_TRY_ASSIGN(args.top_k, memory_.copy_of(std::vector<int32_t>(static_cast<size_t>(batch_), 20),
+                                                    DType::i32, {batch_}, stream));
       VIVACE_TRY_ASSIGN(args.prompt_bits, memory_.copy_of(bits, DType::i32, {batch_, words}, stream));
     }
     VIVACE_TRY_ASSIGN(const int64_t scratch, sampler_workspace_bytes(sets_[0], stream));
@@ -62,7 +69,8 @@ class PreparedSampler final : public PreparedOp {
   Result<std::optional<double>> max_abs_error(const Stream& stream) override {
     VIVACE_TRY_ASSIGN(const HostTensor valid, download(sets_[0].valid, stream));
     for (int64_t row = 0; row < batch_; ++row) {
-      if (valid.tensor.as<uint8_t>()[row] != 1) return error(Code::internal, "sampler: row {} is not valid", row);
+      if (valid.tensor.as<uint8_t>()[row] != 1)
+        return error(Code::internal, "sampler: row {} is not valid", row);
     }
     return std::optional<double>();
   }
@@ -86,16 +94,19 @@ std::vector<OpWorkload> workloads() {
   return all;
 }
 
-Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+Status check(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "batch", 1, 65536));
   VIVACE_TRY(check_field(w, "vocab", 1, 1 << 22));
-  auto prepared = std::make_unique<PreparedSampler>(w);
-  VIVACE_TRY(prepared->prepare(stream));
-  return std::unique_ptr<PreparedOp>(std::move(prepared));
+  const int64_t bytes = logit_bytes(w.number("batch"), w.number("vocab"));
+  return check_memory(w, static_cast<double>(sets_of(bytes) * bytes));
+}
+
+Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& stream) {
+  return prepared<PreparedSampler>(stream, w);
 }
 
 }  // namespace
 
-const OpSuite kSamplerSuite = {"sampler", "one token per row of logits", workloads, prepare};
+const OpSuite kSamplerSuite = {"sampler", "one token per row of logits", workloads, check, prepare};
 
 }  // namespace vivace::bench

@@ -47,10 +47,16 @@ class PreparedOp {
 struct OpSuite {
   std::string_view name, summary;
   std::vector<OpWorkload> (*workloads)();
-  /// Fails  invalid_argument: a field is missing or out of range. unsupported: no row takes it.
+  /// invalid_argument unless every field fits alone and beside the others; the message has the field, its value and what
+  /// fits. Needs no GPU.
+  Status (*check)(const OpWorkload& workload);
+  /// Of a workload that check() lets pass. unsupported: no row takes it. out_of_memory: this GPU is too small.
   Result<std::unique_ptr<PreparedOp>> (*prepare)(const OpWorkload& workload, const Stream& stream);
   /// Rows of libraries that a case is timed beside; null: none for any case. All of them are of cuBLASLt.
   std::vector<std::string> (*libraries)(const OpWorkload& workload) = nullptr;
+  /// After fields of a listed case were changed to `named`: brings the fields along that follow from those; null: none do.
+  Status (*follow)(OpWorkload& changed, const OpWorkload& listed,
+                   const std::vector<OpWorkload::Field>& named) = nullptr;
 };
 
 std::span<const OpSuite> op_suites();

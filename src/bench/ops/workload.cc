@@ -1,5 +1,7 @@
 #include "src/bench/ops/workload.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 
@@ -44,34 +46,60 @@ int64_t OpWorkload::number(std::string_view field) const {
 }
 std::string OpWorkload::text(std::string_view field) const {
   for (const Field& f : fields) {
-    if (f.name == field && std::holds_alternative<std::string>(f.value)) return std::get<std::string>(f.value);
+    if (f.name == field && std::holds_alternative<std::string>(f.value))
+      return std::get<std::string>(f.value);
   }
   return "";
 }
 
+std::string describe(const OpWorkload::Value& value) {
+  const auto* number = std::get_if<int64_t>(&value);
+  return number != nullptr ? std::to_string(*number) : "'" + std::get<std::string>(value) + "'";
+}
+
+std::string describe(const OpWorkload& workload) {
+  return fmt::format("{} {} {}", workload.suite, workload.name, fields_text(workload, " "));
+}
+
+std::string fields_text(const OpWorkload& workload, std::string_view separator) {
+  std::string text;
+  for (const OpWorkload::Field& field : workload.fields) {
+    if (!text.empty()) text += separator;
+    std::visit([&](const auto& value) { text += fmt::format("{}={}", field.name, value); }, field.value);
+  }
+  return text;
+}
+
 Result<OpFilter> OpFilter::parse(std::string_view text) {
-  OpFilter filter;
+  OpFilter filter{.text = std::string(text), .name = {}, .fields = {}};
   std::string_view rest = text;
-  for (bool first = true; !rest.empty(); first = false) {
+  for (bool first = true, more = true; more; first = false) {
     const size_t comma = rest.find(',');
     const std::string_view item = rest.substr(0, comma);
-    rest = comma == std::string_view::npos ? std::string_view{} : rest.substr(comma + 1);
+    more = comma != std::string_view::npos;
+    if (more) rest.remove_prefix(comma + 1);
     const size_t equal = item.find('=');
-    if (equal == std::string_view::npos && first) {
+    if (equal == std::string_view::npos && first && !item.empty()) {
       filter.name = item;
       continue;
     }
     if (equal == std::string_view::npos || equal == 0 || equal + 1 == item.size()) {
-      return invalid_argument("'{}' in '{}' is not FIELD=VALUE, such as tokens=64", item, text);
+      return invalid_argument("'{}' is not {}, such as tokens=64", item,
+                              first ? "NAME or FIELD=VALUE" : "FIELD=VALUE");
     }
-    const std::string name(item.substr(0, equal));
-    std::string_view value = item.substr(equal + 1);
+    OpWorkload::Field field{.name = std::string(item.substr(0, equal)), .value = {}};
+    if (std::ranges::find(filter.fields, field.name, &OpWorkload::Field::name) != filter.fields.end()) {
+      return invalid_argument("{} is given twice", field.name);
+    }
+    const std::string_view value = item.substr(equal + 1);
     int64_t number = 0;
-    if (std::string_view left = value; take_number(left, number) && left.empty()) {
-      filter.fields.push_back({name, number});
-    } else {
-      filter.fields.push_back({name, std::string(value)});
+    const auto [end, failure] = std::from_chars(value.data(), value.data() + value.size(), number);
+    if (end == value.data() + value.size() && failure == std::errc::result_out_of_range) {
+      return invalid_argument("{} is {}, more than 64 bits hold", field.name, value);
     }
+    field.value = std::string(value);
+    if (end == value.data() + value.size()) field.value = number;
+    filter.fields.push_back(std::move(field));
   }
   return filter;
 }
@@ -95,7 +123,7 @@ Result<std::vector<int64_t>> parse_lengths(std::string_view text) {
     if (!take_number(rest, requests) || !rest.starts_with('x')) return refused();
     rest.remove_prefix(1);
     if (!take_number(rest, whole)) return refused();
-    tokens = whole;
+    tokens = whole = std::min(whole, kMostTokens + 1);
     if (rest.starts_with(".5K")) {
       tokens = whole * 1024 + 512;
       rest.remove_prefix(3);
@@ -103,9 +131,9 @@ Result<std::vector<int64_t>> parse_lengths(std::string_view text) {
       tokens = whole * 1024;
       rest.remove_prefix(1);
     }
-    if (requests > kMostRequests || tokens > kMostTokens ||
+    if (requests < 1 || requests > kMostRequests || tokens < 1 || tokens > kMostTokens ||
         std::ssize(lengths) + requests > kMostRequests) {
-      return invalid_argument("case is '{}', needs at most {} requests of at most {} tokens", text, kMostRequests,
+      return invalid_argument("case is '{}', needs 1 to {} requests of 1 to {} tokens", text, kMostRequests,
                               kMostTokens);
     }
     lengths.insert(lengths.end(), static_cast<size_t>(requests), tokens);

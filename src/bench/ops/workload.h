@@ -12,9 +12,10 @@ namespace vivace::bench {
 
 /// One call that a suite times: its suite, the name of its case, and the fields that define its shapes.
 struct OpWorkload {
+  using Value = std::variant<int64_t, std::string>;
   struct Field {
     std::string name;
-    std::variant<int64_t, std::string> value;
+    Value value;
     bool operator==(const Field&) const = default;
   };
   std::string suite, name;
@@ -27,18 +28,26 @@ struct OpWorkload {
   std::string text(std::string_view field) const;
 };
 
+/// A number, or a text in quotes: as messages show it.
+std::string describe(const OpWorkload::Value& value);
+/// "fused_moe hy3 tp=8 tokens=64": suite, name and fields.
+std::string describe(const OpWorkload& workload);
+/// "tp=8 tokens=64".
+std::string fields_text(const OpWorkload& workload, std::string_view separator);
+
 /// "hy3,tokens=64,tp=8": a case's name and fields that it must have. Either part may be missing.
 struct OpFilter {
+  std::string text;  ///< as it was given
   std::string name;
   std::vector<OpWorkload::Field> fields;
 
-  /// invalid_argument: not of that form.
+  /// invalid_argument: not of that form, a field twice, or a number that no 64 bits hold.
   static Result<OpFilter> parse(std::string_view text);
   bool accepts(const OpWorkload& workload) const;
 };
 
 /// The lengths of "64x4K" or "1x16K+15x64": so many requests of so many tokens; K is 1024.
-/// invalid_argument: not of that form.
+/// invalid_argument: not of that form, none of either, or too many.
 Result<std::vector<int64_t>> parse_lengths(std::string_view text);
 
 }  // namespace vivace::bench

@@ -10,13 +10,13 @@
 #include <hwy/highway.h>
 
 #include <cmath>
-#include <limits>
 
 #include "src/cpu/convert-inl.h"
 #include "src/cpu/simd.h"
 #include "src/cpu/thread_pool.h"
 #include "src/ops/attention/args.h"
 #include "src/ops/attention_prologue/table.h"
+#include "src/ops/quantize_fp8/quantize.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace vivace::HWY_NAMESPACE {
@@ -43,15 +43,14 @@ HWY_INLINE void store_head(const float* from, int64_t head_dim, typename To::Ele
   for (; i < head_dim; ++i) store_one(To{}, from[i], to + i);
 }
 
-/// max|x| / 448, and at least the smallest normal number; NaN when any of x is.
-HWY_INLINE float made_scale(const float* x, int64_t head_dim) {
+/// The scale that quantize_fp8 makes of a row; NaN when any of x is.
+HWY_INLINE float scale_of_head(const float* x, int64_t head_dim) {
   float largest = 0;
   for (int64_t i = 0; i < head_dim; ++i) {
     const float v = std::abs(x[i]);
     largest = v > largest || std::isnan(v) ? v : largest;
   }
-  const float scale = largest / 448.f;
-  return scale < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : scale;
+  return made_scale(largest);
 }
 
 HWY_INLINE void quantise_head(const float* from, float scale, int64_t head_dim, uint8_t* to) {
@@ -138,7 +137,7 @@ void attention_prologue_token(const AttentionPrologueArgs& args, int64_t t) {
   // `given`: the scale of an fp8 tensor, unless one is made and stored at `made`.
   const auto store_to = [&](const Tensor& to, float given = 1, float* made = nullptr) {
     if (to.dtype == DType::fp8_e4m3) {
-      if (made != nullptr) *made = given = made_scale(head, head_dim);
+      if (made != nullptr) *made = given = scale_of_head(head, head_dim);
       return quantise_head(head, given, head_dim, to.as<uint8_t>());
     }
     with_storage(to.dtype, [&](auto type) {

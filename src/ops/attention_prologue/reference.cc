@@ -1,11 +1,11 @@
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "src/core/number.h"
 #include "src/ops/attention/args.h"
 #include "src/ops/attention_prologue/table.h"
+#include "src/ops/quantize_fp8/quantize.h"
 
 namespace vivace {
 
@@ -35,11 +35,10 @@ void rotate(Head& x, const Tensor& cos_sin, RopeStyle style) {
 }
 
 /// The scale that quantize_fp8 makes of a row; a NaN shows.
-float made_scale(const Head& x) {
+float scale_of_head(const Head& x) {
   double largest = 0;
   for (double v : x) largest = std::abs(v) > largest || std::isnan(v) ? std::abs(v) : largest;
-  const float scale = static_cast<float>(largest) / 448.f;
-  return scale < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : scale;
+  return made_scale(static_cast<float>(largest));
 }
 
 }  // namespace
@@ -79,7 +78,7 @@ Status attention_prologue_reference(const AttentionPrologueArgs& args, const Str
         }
       }
       if (!to.present()) continue;
-      if (made_to != nullptr) *made_to = scale = made_scale(x);
+      if (made_to != nullptr) *made_to = scale = scale_of_head(x);
       for (int64_t d = 0; d < head_dim; ++d)
         store(to.dtype, to.data, d, to.dtype == DType::fp8_e4m3 ? static_cast<float>(x[d]) / scale : x[d]);
     }

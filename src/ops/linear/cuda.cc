@@ -37,6 +37,7 @@ int64_t linear_cublaslt_workspace(const LinearArgs&, const Stream&) {
 }
 
 Result<bool> linear_cublaslt_knows(const LinearArgs& args, const Stream& stream) {
+  if (stream.ordinal < 0) return true;  // of a GPU that is not here: there is nobody to ask
   for (int p = 0; p < std::min(args.part_count, LinearArgs::kMaxParts); ++p) {
     if (args.parts[p].y.elements() == 0) continue;
     VIVACE_TRY_ASSIGN(const bool known, cublaslt_knows(product_of(args, args.parts[p]), stream));
