@@ -104,8 +104,10 @@ __device__ __forceinline__ void load_eight(const T* row, int64_t begin, int64_t 
 #pragma unroll
   for (int i = 0; i < kOfLane; i += kAccess) {
     float some[kAccess] = {};
-    if constexpr (kWide) {
-      if (begin < width) load_floats(row + begin + i, some);
+    if constexpr (kWide) {  // no branch, so that loads of several rows are under way together
+      load_floats(row + (begin < width ? begin : 0) + i, some);
+#pragma unroll
+      for (int j = 0; j < kAccess; ++j) some[j] = begin < width ? some[j] : 0.f;
     } else {
 #pragma unroll
       for (int j = 0; j < kAccess; ++j) {

@@ -2,7 +2,6 @@
 
 // The kernel of cuda.mma and its launch, apart from cuda.cu so that each type of K and V is a compilation of its own.
 
-#include "src/device/find.h"
 #include "src/device/launch.h"
 #include "src/ops/attention/tile.cuh"
 #include "vivace/attention_prefill.h"
@@ -73,6 +72,44 @@ struct Totals {
   }
 };
 
+/// A request's tile of rows.
+struct FoundTile {
+  int request, level;
+};
+
+/// The tile of block `index`: the highest tiles of all requests first, since a request's last rows see the most keys and no
+/// long block should be left for the end; false when there are fewer. Every warp searches by itself.
+template <class TilesOf>
+__device__ __forceinline__ bool tile_of_block(int requests, int index, TilesOf&& tiles_of, FoundTile& out) {
+  constexpr uint32_t kAllLanes = 0xffffffffu;
+  const int lane = threadIdx.x % 32, own = lane < requests ? tiles_of(lane) : 0;
+  const auto tiles = [&](int request) {
+    return request == lane ? own : request < requests ? tiles_of(request) : 0;
+  };
+  const auto from_level = [&](int level) {  // tiles at this level and above
+    int sum = 0;
+    for (int b = lane; b < requests; b += 32) sum += max(0, tiles(b) - level);
+    return __reduce_add_sync(kAllLanes, sum);
+  };
+  int most = 0;
+  for (int b = lane; b < requests; b += 32) most = max(most, tiles(b));
+  int low = 0, high = __reduce_max_sync(kAllLanes, most);
+  if (index >= from_level(0)) return false;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (from_level(middle) > index ? low : high) = middle;
+  }
+  int place = index - from_level(high);
+  for (int first = 0;; first += 32) {
+    const uint32_t there = __ballot_sync(kAllLanes, tiles(first + lane) > low);
+    if (place < __popc(there)) {
+      out = {first + static_cast<int>(__fns(there, 0, place + 1)), low};
+      return true;
+    }
+    place -= __popc(there);
+  }
+}
+
 template <class T>
 __global__ __launch_bounds__(kThreads, T::kHead <= 128 ? 2 : 1) void attention_prefill_kernel(
     const __grid_constant__ PrefillParams d) {
@@ -82,16 +119,13 @@ __global__ __launch_bounds__(kThreads, T::kHead <= 128 ? 2 : 1) void attention_p
   const auto rows_of = [&](const Request& request) {
     return min(int64_t{request.rows} * p.group, d.most_rows);
   };
-  const auto tiles_of = [&](int64_t request) {
-    return (rows_of(Request(p, static_cast<int>(request))) + T::kRows - 1) / T::kRows;
+  const auto tiles_of = [&](int request) {
+    return static_cast<int>((rows_of(Request(p, request)) + T::kRows - 1) / T::kRows);
   };
-  // From the last tile of the last request to the first of the first: a request's last tiles see the most keys, so that no
-  // long block is left for the end.
-  auto& memory = *reinterpret_cast<device::FindMemory<kThreads>*>(smem);  // where keys come later
-  device::FoundItem tile;
-  if (!device::find_item(p.requests, d.tiles - 1 - blockIdx.x / p.heads_kv, tiles_of, memory, tile)) return;
-  const Request request(p, tile.part);
-  const int64_t row0 = tile.place * T::kRows;
+  FoundTile tile;
+  if (!tile_of_block(p.requests, static_cast<int>(blockIdx.x / p.heads_kv), tiles_of, tile)) return;
+  const Request request(p, tile.request);
+  const int64_t row0 = int64_t{tile.level} * T::kRows;
   const Job job(p, request, static_cast<int>(blockIdx.x % p.heads_kv), static_cast<int>(row0),
                 static_cast<int>(min(int64_t{T::kRows}, rows_of(request) - row0)));
   const WarpKeys warp = WarpKeys::of<T>(p, job);

@@ -22,8 +22,9 @@
 namespace vivace::gemm {
 
 template <class T, class E, bool kBlockScales, bool kGated>
-__global__ __launch_bounds__(T::kAllThreads, T::kCtasPerSm) void gemm_kernel(const __grid_constant__ Problem p,
-                                                                             bool pairs_aligned) {
+__global__ __launch_bounds__(T::kAllThreads,
+                             T::kCtasPerSm) void gemm_kernel(const __grid_constant__ Problem p,
+                                                             Access access) {
   static_assert(T::kTeams == 1 || (kBlockScales && !kGated), "teams exchange blocks of k that have scales");
   extern __shared__ __align__(128) uint8_t stages[];
   constexpr int kK = kRowBytes / static_cast<int>(sizeof(E)),
@@ -219,30 +220,49 @@ __global__ __launch_bounds__(T::kAllThreads, T::kCtasPerSm) void gemm_kernel(con
         return acc[i][j][v];
       }
     };
+    // Blocks of 8 columns of y that a lane stores a run of: whole sectors in place of halves.
+    constexpr int kOfY = kGated ? 2 : 1, kYBlocks = kNBlocks / kOfY;
+    constexpr int kTogether = T::kTeams > 1 ? 1 : kYBlocks % 4 == 0 ? 4 : kYBlocks % 2 == 0 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < kMBlocks; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t row = row_of(i, half);
-        if (row >= tile.end) continue;
 #pragma unroll
-        for (int j = 0; j < kNBlocks; j += kGated ? 2 : 1) {
-          if (T::kTeams > 1 && team != 2 * j + half) continue;
-          const int64_t column = column_of(j) + lane % 4 * 2;
-          if (column >= p.n) continue;
-          const bool second = column + 1 < p.n;
-          float v[2];
+        for (int first = 0; first < kYBlocks; first += kTogether) {
+          if (T::kTeams > 1 && team != 2 * first + half) continue;
+          float v[kTogether][2];
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            v[c] = value(i, j, 2 * half + c);
-            if constexpr (kGated) {
-              v[c] = v[c] / (1.f + expf(-v[c])) * value(i, j + 1, 2 * half + c);
-            } else if (p.bias != nullptr && (c == 0 || second)) {
-              v[c] += device::load_any(p.bias_type, p.bias, column + c);
+          for (int block = 0; block < kTogether; ++block) {
+            const int j = (first + block) * kOfY;
+            const int64_t column = column_of(j) + lane % 4 * 2;
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              float& result = v[block][c];
+              result = value(i, j, 2 * half + c);
+              if constexpr (kGated) {
+                result = result / (1.f + expf(-result)) * value(i, j + 1, 2 * half + c);
+              } else if (p.bias != nullptr && column + c < p.n) {
+                result += device::load_any(p.bias_type, p.bias, column + c);
+              }
+              if (p.y_scale != nullptr) result = __fdiv_rn(result, y_scale);
             }
-            if (p.y_scale != nullptr) v[c] = __fdiv_rn(v[c], y_scale);
           }
-          store_pair(p, pairs_aligned, row * p.y_stride + column, second, v[0], v[1]);
+          const int64_t column = column_of(first * kOfY);
+          if constexpr (kTogether > 1) {
+            if (access == Access::runs && column + 8 * kTogether <= p.n) {
+              store_run(p, row * p.y_stride + column, row < tile.end, lane % 4, v);
+              continue;
+            }
+          }
+          if (row >= tile.end) continue;
+#pragma unroll
+          for (int block = 0; block < kTogether; ++block) {
+            const int64_t at = column + block * 8 + lane % 4 * 2;
+            if (at >= p.n) continue;
+            store_pair(p, access != Access::single, row * p.y_stride + at, at + 1 < p.n, v[block][0],
+                       v[block][1]);
+          }
         }
       }
     }
@@ -262,14 +282,11 @@ Status run_tile(std::string_view name, const Problem& p, const Stream& stream) {
                           .block = dim3(T::kAllThreads),
                           .smem_bytes = T::kTeams * T::kRingBytes + T::kExchangeBytes,
                           .overlap_previous = true};
-  const int64_t pair = p.y_type == DType::f32 ? 8 : 4;
-  const bool pairs_aligned =
-      reinterpret_cast<uintptr_t>(p.y) % static_cast<uintptr_t>(pair) == 0 && p.y_stride % 2 == 0;
   auto kernel = gemm_kernel<T, E, kBlockScales, false>;
   if constexpr (T::kTeams == 1) {
     if (p.gated) kernel = gemm_kernel<T, E, kBlockScales, true>;
   }
-  return launch(name, kernel, shape, stream, p, pairs_aligned);
+  return launch(name, kernel, shape, stream, p, access_of(p));
 }
 
 /// By rows per group, and whether large tiles are enough to go round. Bits are the same for all.

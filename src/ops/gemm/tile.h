@@ -34,10 +34,12 @@ struct Tile {
   static constexpr int kRowsAtOnce = kThreads / kChunks;  // of a stage, filled by one copy of each thread
   static constexpr int kACopies = kM / kRowsAtOnce, kBCopies = kN / kRowsAtOnce;
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kExchangeBytes = kTeams > 1 ? 2 * kTeams * kM * kN * 4 : 0;  // two rounds of accumulators
+  static constexpr int kExchangeBytes =
+      kTeams > 1 ? 2 * kTeams* kM* kN * 4 : 0;  // two rounds of accumulators
   static_assert(kWarpRows % 16 == 0 && kWarpColumns % 16 == 0, "a warp multiplies whole 16 x 16 blocks");
   static_assert(kM % kRowsAtOnce == 0 && kN % kRowsAtOnce == 0, "every thread copies equally much");
-  static_assert(kTeams == 1 || (kMBlocks == 1 && kTeams == 2 * kNBlocks), "a team adds up one pair of a thread's values");
+  static_assert(kTeams == 1 || (kMBlocks == 1 && kTeams == 2 * kNBlocks),
+                "a team adds up one pair of a thread's values");
 };
 
 template <class T>
@@ -132,6 +134,20 @@ __device__ __forceinline__ bool find_tile(const Problem& p, int64_t tile, TileRo
   return true;
 }
 
+/// How y may be stored: element by element, two neighbours at once, or the runs of store_run.
+enum class Access { single, pairs, runs };
+
+inline Access access_of(const Problem& p) {
+  const int64_t size = p.y_type == DType::f32 ? 4 : p.y_type == DType::bf16 ? 2 : 1;
+  const auto aligned = [&](int64_t elements) {
+    const int64_t bytes = std::min<int64_t>(16, elements * size);
+    return reinterpret_cast<uintptr_t>(p.y) % static_cast<uintptr_t>(bytes) == 0 &&
+           p.y_stride * size % bytes == 0;
+  };
+  // Two neighbours in fp32 are a sector of four lanes as they are.
+  return aligned(8) && size < 4 ? Access::runs : aligned(2) ? Access::pairs : Access::single;
+}
+
 /// Stores neighbours (column, column + 1) of a row; `column` is even.
 __device__ __forceinline__ void store_pair(const Problem& p, bool pairs_aligned, int64_t offset, bool second,
                                            float v0, float v1) {
@@ -155,6 +171,53 @@ __device__ __forceinline__ void store_pair(const Problem& p, bool pairs_aligned,
     fp8* y = static_cast<fp8*>(p.y) + offset;
     y[0] = device::from_float<fp8>(v0);
     if (second) y[1] = device::from_float<fp8>(v1);
+  }
+}
+
+/// Stores kTogether blocks of 8 columns of a row, of which a lane of four has columns 2 quad and 2 quad + 1: the lanes trade
+/// pairs so that each has a run of 2 kTogether columns. All lanes of the warp call it.
+template <int kTogether>
+__device__ __forceinline__ void store_run(const Problem& p, int64_t offset, bool stores, int quad,
+                                          const float (&v)[kTogether][2]) {
+  static_assert(kTogether == 2 || kTogether == 4);
+  const bool wide = p.y_type == DType::bf16;
+  uint32_t words[kTogether];
+#pragma unroll
+  for (int block = 0; block < kTogether; ++block) {
+    words[block] =
+        wide ? device::pack<bf16>(v[block][0], v[block][1])
+             : __nv_cvt_float2_to_fp8x2(make_float2(v[block][0], v[block][1]), __NV_SATFINITE, __NV_E4M3);
+  }
+  const bool odd = quad & 1, upper = quad & 2;
+#pragma unroll
+  for (int block = 0; block < kTogether; block += 2) {  // the even lane keeps the first block of two
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? words[block] : words[block + 1], 1);
+    (odd ? words[block] : words[block + 1]) = got;
+  }
+  int64_t column = odd * 8 + upper * 4;
+  if constexpr (kTogether == 4) {  // the lower lanes keep the first two blocks
+    uint32_t got[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) got[i] = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[2 + i], 2);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) (upper ? words[i] : words[2 + i]) = got[i];
+    column = quad * 8;
+  }
+  if (!stores) return;
+  if (wide) {
+    auto* y = static_cast<bf16*>(p.y) + offset + column;
+    if constexpr (kTogether == 4) {
+      *reinterpret_cast<uint4*>(y) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+      *reinterpret_cast<uint2*>(y) = make_uint2(words[0], words[1]);
+    }
+  } else {
+    auto* y = static_cast<fp8*>(p.y) + offset + column;
+    if constexpr (kTogether == 4) {
+      *reinterpret_cast<uint2*>(y) = make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
+    } else {
+      *reinterpret_cast<uint32_t*>(y) = words[0] | words[1] << 16;
+    }
   }
 }
 

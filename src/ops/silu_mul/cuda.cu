@@ -115,7 +115,7 @@ Status silu_mul_cuda(const SiluMulArgs& args, const Stream& stream) {
   const bool fp8_y = args.y.dtype == DType::fp8_e4m3, by_row = fp8_y && args.y_scaling == Fp8Scaling::token;
   // A row's threads are whole warps, so that lanes which share a scale are there together.
   const int64_t pieces = (intermediate + kOfLane - 1) / kOfLane;
-  const int64_t threads = by_row ? kThreads : std::min<int64_t>(kThreads, (pieces + 31) / 32 * 32);
+  const int64_t threads = by_row ? kThreads : std::clamp<int64_t>((pieces + 31) / 32 * 32, 32, kThreads);
   const int64_t blocks = by_row ? 1 : (pieces + threads - 1) / threads;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>(blocks)),
                           .block = dim3(static_cast<unsigned>(threads)),
