@@ -30,6 +30,25 @@ struct MaxMagnitude {
   static constexpr float kIdentity = 0.f;
 };
 
+/// v / scale for fp8: what e4m3 rounds is the quotient rounded to fp32. A reciprocal and one correction give that too, unless
+/// the scale is far from 1 or its significand all ones, in a third of the time; quotients too small for that to hold become
+/// zeros of e4m3 either way.
+template <int kCount>
+__device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
+  if (scale < 0x1p-90f || !(scale <= 0x1p90f) || (__float_as_uint(scale) & 0x7fffffu) == 0x7fffffu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = __fdiv_rn(v[i], scale);
+    return;
+  }
+  const float inverse = __frcp_rn(scale);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float quotient = v[i] * inverse;
+    const float corrected = fmaf(fmaf(-quotient, scale, v[i]), inverse, quotient);
+    v[i] = fabsf(quotient) < INFINITY ? corrected : quotient;  // infinities have no remainder
+  }
+}
+
 /// Where a row goes. `scales` is what made or given scales of this row begin at.
 template <class Out>
 struct RowTarget {
@@ -56,7 +75,8 @@ __device__ __forceinline__ void store_row(const float* row, int64_t width, const
     const auto quantise = [&](int64_t i, float scale) {
       float v[kLane];
 #pragma unroll
-      for (int j = 0; j < kLane; ++j) v[j] = __fdiv_rn(row[i + j], scale);
+      for (int j = 0; j < kLane; ++j) v[j] = row[i + j];
+      divide(v, scale);
       store_floats(v, target.y + i);
     };
     const auto largest = [&](int64_t i) {
@@ -153,8 +173,7 @@ __device__ __forceinline__ void store_quantised(float (&v)[kOfLane], int64_t beg
   } else {
     scale = *target.scales;
   }
-#pragma unroll
-  for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
+  divide(v, scale);
   store_eight<kWide>(v, target.y, begin, width);
 }
 

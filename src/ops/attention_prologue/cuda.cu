@@ -244,8 +244,7 @@ __device__ __forceinline__ void quantise(float (&v)[kPair], float* scale, bool m
   } else {
     divisor = *scale;
   }
-#pragma unroll
-  for (int j = 0; j < kPair; ++j) v[j] = __fdiv_rn(v[j], divisor);
+  divide(v, divisor);
 }
 
 /// Where the heads of q, of k or of v of a token go. It lies in shared memory: registers are for heads.

@@ -185,10 +185,11 @@ __global__ __launch_bounds__(kThreads) void quantise_kernel(const __grid_constan
   }
   const float scale = made_scale(warp_reduce<MaxMagnitude>(largest));
   if (lane == 0) p.scales[row * p.blocks + block] = scale;
+  divide(v, scale);
 #pragma unroll
   for (int i = 0; i < kScaleBlock / 32; ++i) {
     const int64_t column = begin + lane + 32 * i;
-    if (column < end) p.hidden[row * p.stride + column] = from_float<fp8>(__fdiv_rn(v[i], scale));
+    if (column < end) p.hidden[row * p.stride + column] = from_float<fp8>(v[i]);
   }
 }
 

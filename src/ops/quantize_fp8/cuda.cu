@@ -61,8 +61,7 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.width; begin += kThreads * kOfLane) {
     load_eight<kWide>(x, begin, p.width, v);
-#pragma unroll
-    for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
+    divide(v, scale);
     store_eight<kWide>(v, y, begin, p.width);
   }
 }

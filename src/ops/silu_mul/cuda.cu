@@ -32,8 +32,8 @@ struct Params {
 };
 
 __device__ __forceinline__ float silu_mul_one(float gate, float up) {
-  // The quotient is NaN at -inf, where the limit is 0.
-  const float silu = gate == -INFINITY ? -0.f : __fdiv_rn(gate, 1.f + expf(-gate));
+  // The product is NaN at -inf, where the limit is 0. The reciprocal is good to an ulp.
+  const float silu = gate == -INFINITY ? -0.f : gate * __fdividef(1.f, 1.f + expf(-gate));
   return silu * up;
 }
 
@@ -88,8 +88,7 @@ __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_con
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.intermediate; begin += stride) {
     load_eight<kWide>(row, begin, p.intermediate, v);
-#pragma unroll
-    for (int j = 0; j < kOfLane; ++j) v[j] = __fdiv_rn(v[j], scale);
+    divide(v, scale);
     store_eight<kWide>(v, y, begin, p.intermediate);
   }
 }
