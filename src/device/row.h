@@ -45,7 +45,8 @@ __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
   for (int i = 0; i < kCount; ++i) {
     const float quotient = v[i] * inverse;
     const float corrected = fmaf(fmaf(-quotient, scale, v[i]), inverse, quotient);
-    v[i] = fabsf(quotient) < INFINITY ? corrected : quotient;  // infinities have no remainder
+    // Infinities have no remainder, and that of -0 is 0.
+    v[i] = fabsf(quotient) < INFINITY ? copysignf(corrected, v[i]) : quotient;
   }
 }
 

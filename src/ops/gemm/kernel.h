@@ -80,15 +80,12 @@ __global__ __launch_bounds__(T::kAllThreads,
       uint8_t* b = a + T::kM * kRowBytes;
       const int64_t k = int64_t{fill_round * T::kTeams + team} * kK - p.k_offset + chunk * kChunk;
       const bool inside = k >= 0 && k < p.k;
-      // Where k takes as many rounds as there are stages, a stage has its part of A from the first tile of columns on.
-      if (rounds != T::kStages || fill_column == first_column) {
 #pragma unroll
-        for (int i = 0; i < T::kACopies; ++i) {
-          const bool valid = inside && a_rows[i] != nullptr;
-          const void* source = valid ? static_cast<const void*>(a_rows[i] + k) : p.a;
-          device::copy_16_async(a + device::swizzled<kRowBytes>(copy_row + i * T::kRowsAtOnce, chunk), source,
-                                valid);
-        }
+      for (int i = 0; i < T::kACopies; ++i) {
+        const bool valid = inside && a_rows[i] != nullptr;
+        const void* source = valid ? static_cast<const void*>(a_rows[i] + k) : p.a;
+        device::copy_16_async(a + device::swizzled<kRowBytes>(copy_row + i * T::kRowsAtOnce, chunk), source,
+                              valid);
       }
 #pragma unroll
       for (int i = 0; i < T::kBCopies; ++i) {
