@@ -80,8 +80,10 @@ std::vector<model::OpUse> explain_decodes(model::Model& model, const std::vector
     const model::ModelOptions& options = model.options();
     const int64_t rows =
         options.device == Device::cuda ? engine::decode_bucket(batch, options.max_requests) : batch;
-    std::ranges::move(explain_step(model, model::Phase::decode, rows, rows, stream),
-                      std::back_inserter(uses));
+    for (model::OpUse& use : explain_step(model, model::Phase::decode, rows, rows, stream)) {
+      use.batch = batch;  // what was asked for, whatever the rows that it runs in
+      uses.push_back(std::move(use));
+    }
   }
   return uses;
 }

@@ -73,9 +73,10 @@ Status write_file(const std::string& path, std::string_view text) {
 }
 
 Status check_writable(const std::string& path) {
+  // A file that is there is opened; only one that this call made is removed.
   std::error_code failure;
-  const bool there = std::filesystem::exists(path, failure);
-  std::FILE* file = std::fopen(path.c_str(), "ab");
+  const bool there = std::filesystem::exists(std::filesystem::symlink_status(path, failure));
+  std::FILE* file = std::fopen(path.c_str(), there ? "ab" : "wbx");
   if (file == nullptr) return io_error("{}: cannot be written: {}", path, std::strerror(errno));
   std::fclose(file);
   if (!there) std::filesystem::remove(path, failure);
@@ -84,7 +85,7 @@ Status check_writable(const std::string& path) {
 
 void say_when_interrupted() {
   std::signal(SIGINT, [](int signal) {  // async-signal-safe calls alone
-    constexpr std::string_view kText = "\nvivace: interrupted; no --json and no --report is written\n";
+    constexpr std::string_view kText = "\nvivace: interrupted; what was to be written at the end is not\n";
     [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, kText.data(), kText.size());
     std::signal(signal, SIG_DFL);
     std::raise(signal);

@@ -1,7 +1,7 @@
 #pragma once
 
-// A row of values in shared memory as fp32, and how it leaves: as f32 or bf16, or quantised to fp8 with a given scale or
-// one made from the row. For kernels that give a block to a row.
+// A row of values as fp32, in shared memory or eight to a lane, and how it leaves: as f32 or bf16, or quantised to fp8 with a
+// given scale or one made from the row.
 
 #include <type_traits>
 

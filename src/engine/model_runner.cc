@@ -10,8 +10,8 @@
 
 #include "src/core/dispatch.h"
 #include "src/core/error.h"
-#include "src/core/log.h"
 #include "src/core/guard.h"
+#include "src/core/log.h"
 #include "src/cpu/machine.h"
 #include "src/engine/check_options.h"
 #include "src/engine/compute.h"
@@ -111,7 +111,7 @@ class DecoderRunner final : public ModelRunner {
   int64_t uses_ = 0;
   std::set<SampleBatch::Shape> seen_;       // shapes of decode steps that came before
   std::set<SampleBatch::Shape> ungraphed_;  // those whose capture failed
-  std::vector<int64_t> logit_rows_;  // of the step that runs
+  std::vector<int64_t> logit_rows_;         // of the step that runs
 };
 
 Result<int64_t> DecoderRunner::available_bytes() const {
@@ -183,10 +183,11 @@ void DecoderRunner::drop_graphs(const SampleBatch::Shape& key) {
   if (replays_.contains(key)) return;
   std::erase_if(replays_, [&](const auto& entry) { return entry.first.generation != key.generation; });
   std::erase_if(seen_, [&](const SampleBatch::Shape& shape) { return shape.generation != key.generation; });
-  std::erase_if(ungraphed_, [&](const SampleBatch::Shape& shape) { return shape.generation != key.generation; });
+  std::erase_if(ungraphed_,
+                [&](const SampleBatch::Shape& shape) { return shape.generation != key.generation; });
   if (replays_.size() < kMostGraphs) return;
-  replays_.erase(std::ranges::min_element(
-      replays_, {}, [](const auto& entry) { return entry.second.last_use; }));
+  replays_.erase(
+      std::ranges::min_element(replays_, {}, [](const auto& entry) { return entry.second.last_use; }));
 }
 
 /// Runs the staged step. Steps in a bucket on a GPU are replays of a graph that was captured when their shape came for the
@@ -253,12 +254,20 @@ std::vector<std::string> fallback_lines(const std::vector<model::OpUse>& uses) {
   const auto on_gpu = [](std::string_view row) {
     return row.starts_with("cuda.") || row.starts_with("sm90.");
   };
+  // Rows of one kind for several types: "cuda.cublaslt" and "cuda.cublaslt.fp8".
+  const auto variants = [](std::string_view a, std::string_view b) {
+    return a != b && (internal::names_row(a, b) || internal::names_row(b, a));
+  };
   std::vector<std::string> lines;
   for (const model::OpUse& use : uses) {
     if (!on_gpu(use.choice.row)) continue;
     for (const Refusal& refusal : use.choice.refused) {
-      const bool variant = internal::names_row(refusal.row, use.choice.row);  // the same row for another type
-      if (!on_gpu(refusal.row) || variant) continue;
+      // A row for another type is no loss where the one for this type runs, or says itself why not.
+      const bool other_type = refusal.reason.find(" of type ") != std::string::npos &&
+                              std::ranges::any_of(use.choice.refused, [&](const Refusal& other) {
+                                return variants(refusal.row, other.row);
+                              });
+      if (!on_gpu(refusal.row) || variants(refusal.row, use.choice.row) || other_type) continue;
       std::string line = fmt::format("{}: {} runs instead of {}, which {}", use.op, use.choice.row,
                                      refusal.row, refusal.reason);
       if (std::ranges::find(lines, line) == lines.end()) lines.push_back(std::move(line));

@@ -564,11 +564,14 @@ bool belongs_to_a_model(std::string_view name) {
   constexpr std::string_view kNames[] = {
       "generation_config.json",  "vocab.json",       "vocab.txt", "merges.txt",
       "special_tokens_map.json", "added_tokens.json"};
-  // Of any ending, and with any words behind: tokenizer_config.json, LICENSE.txt, README.md.
+  // With any words behind, as data or text: tokenizer_config.json, LICENSE.txt, README.md; never code or weights.
   constexpr std::string_view kBeginnings[] = {"tokenizer", "chat_template", "LICENSE",
                                               "LICENCE",   "NOTICE",        "README"};
+  constexpr std::string_view kEndings[] = {"", ".json", ".txt", ".md", ".model", ".jinja", ".tiktoken"};
+  const std::string_view ending = name.substr(std::min(name.find('.'), name.size()));
   return std::ranges::find(kNames, name) != std::end(kNames) || name.ends_with(".tiktoken") ||
-         std::ranges::any_of(kBeginnings, [&](std::string_view begin) { return name.starts_with(begin); });
+         (std::ranges::find(kEndings, ending) != std::end(kEndings) &&
+          std::ranges::any_of(kBeginnings, [&](std::string_view begin) { return name.starts_with(begin); }));
 }
 
 Status copy_other_files(const std::string& from, const std::string& to, std::vector<std::string>& written) {

@@ -137,6 +137,17 @@ TEST(ModelEngine, AFallbackOnAGpuIsALine) {
   EXPECT_EQ(fallback_lines({slow, other_device, variant, slow}),
             std::vector<std::string>{
                 "linear: cuda.mma runs instead of sm90.fp8, which needs x of type fp8, got bf16"});
+  model::OpUse both = slow;  // only the row for this type has a reason that says something
+  both.choice.refused = {{"cuda.cublaslt", "needs batch_invariant = 0, got 1"},
+                         {"cuda.cublaslt.fp8", "needs x of type fp8, got bf16"}};
+  EXPECT_EQ(fallback_lines({both}),
+            std::vector<std::string>{
+                "linear: cuda.mma runs instead of cuda.cublaslt, which needs batch_invariant = 0, got 1"});
+  both.choice.refused = {{"cuda.cublaslt", "needs x of type bf16, got fp8"},
+                         {"cuda.cublaslt.fp8", "needs x_scaling = 0, got 2"}};
+  EXPECT_EQ(fallback_lines({both}),
+            std::vector<std::string>{
+                "linear: cuda.mma runs instead of cuda.cublaslt.fp8, which needs x_scaling = 0, got 2"});
 }
 
 TEST(ModelEngine, ThreadsThatDoNotStartAreAStatus) {

@@ -11,6 +11,16 @@ struct AttentionPrefillCase {
   const char* name = attention.name;
 };
 
+/// Requests of mixed lengths, more than a warp has lanes, some without rows.
+inline std::vector<AttentionRequest> many_short_requests() {
+  std::vector<AttentionRequest> requests;
+  for (int64_t i = 0; i < 70; ++i) {
+    const int64_t rows = i % 9 == 4 ? 0 : i * 29 % 75 + 1;
+    requests.push_back({rows + i * 7 % 40, rows});
+  }
+  return requests;
+}
+
 inline std::span<const AttentionPrefillCase> attention_prefill_cases(CaseSize size) {
   static const std::vector<AttentionPrefillCase> serving = {
       {{.name = "SmolLM2 512", .requests = {{512, 512}}, .lse = false}},
@@ -36,6 +46,7 @@ inline std::span<const AttentionPrefillCase> attention_prefill_cases(CaseSize si
       {{.name = "SmolLM2", .requests = {{130, 130}, {64, 64}, {65, 65}}}},
       {{.name = "chunks after prefixes", .requests = {{200, 7}, {129, 64}, {64, 1}, {333, 100}}}},
       {{.name = "empty ones", .requests = {{0, 0}, {5, 5}, {0, 2}, {77, 0}, {3, 3}}}},
+      {{.name = "seventy requests", .requests = many_short_requests(), .heads_q = 8, .heads_kv = 2}},
       {{.name = "more rows than keys", .requests = {{3, 9}}}},
       {{.name = "page 1", .requests = {{70, 40}}, .page_tokens = 1}},
       {{.name = "page 256, head_token",

@@ -141,6 +141,10 @@ __global__ __launch_bounds__(kThreads, T::kHead <= 128 ? 2 : 1) void attention_p
               smem, state);
     if (d.split_tokens > 0) totals.add(state);
   }
+  if (job.first >= job.last) {  // rows that see no key
+    device::commit_copies();
+    device::wait_for_copies<0>();
+  }
   if (d.split_tokens > 0) totals.copy_to(state);
   device::let_next_kernel_start();
   finish<T>(p, job, state);

@@ -26,7 +26,7 @@ struct Params {
   const void* x;
   fp8* y;
   float* scales;
-  int64_t tokens, width, x_stride, y_stride, scale_stride;
+  int64_t width, x_stride, y_stride, scale_stride;
   Fp8Scaling scaling;
 };
 
@@ -77,7 +77,6 @@ Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
   const Params params{.x = args.x.data,
                       .y = args.y.as<fp8>(),
                       .scales = args.scale.as<float>(),
-                      .tokens = tokens,
                       .width = width,
                       .x_stride = args.x.stride[0],
                       .y_stride = args.y.stride[0],

@@ -64,7 +64,7 @@ __device__ __forceinline__ float field(const float* list, int64_t row, float oth
 }
 
 template <class T>
-__global__ __launch_bounds__(kThreads) void sampler_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const __grid_constant__ Params p) {
   __shared__ Shared s;
   const int blocks = p.blocks_per_row, block = static_cast<int>(blockIdx.x) % blocks;
   const int64_t r = blockIdx.x / blocks;
@@ -280,12 +280,12 @@ bool has_clusters() {
 /// As many as the GPU runs at once and as have segments to look at; a power of two. The result does not depend on it.
 template <class T>
 Result<int> blocks_per_row(int64_t rows, int64_t vocab, const Stream& stream) {
-  constexpr int kMostBlocks = 4;
+  constexpr int kMostBlocks = 8;
   VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
   const device::DeviceGuard guard(stream.ordinal);
   int blocks = 1;
   if (info->major < 9 || !has_clusters<T>()) return blocks;
-  while (blocks < kMostBlocks && 2 * blocks * rows <= info->sms &&
+  while (blocks < kMostBlocks && 2 * blocks * rows <= kBlocksPerSm * info->sms &&
          blocks * kWarps * int64_t{kChunk} < vocab) {
     blocks *= 2;
   }

@@ -10,14 +10,15 @@
 
 namespace vivace::device::select {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kBlocksPerSm = 2;                              // so that one reads while the other chooses
 constexpr int kGroup = 8;                                    // neighbouring logits of one access of a lane
 constexpr int kBatch = 4;                                    // accesses that a lane has under way
 constexpr int kStep = 32 * kGroup, kChunk = kStep * kBatch;  // logits of a warp's access, and of its batch
 constexpr int kMostSegments = kThreads;                      // a thread per segment puts them together
 constexpr int kShortList = 2048;                             // tokens that fit the list
 constexpr int kFew = 128;                                    // tokens that are sorted by counting
-constexpr int kMostNotes = 512;  // notes that a threshold may rest on: with more the list would overflow
+constexpr int kMostNotes = 384;  // notes that a threshold may rest on: with more the list would overflow
 constexpr int kWays = 8;         // of the search over a whole row
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -59,7 +60,7 @@ __device__ __forceinline__ float block_max(float v, Shared& s) {
   v = warp_reduce<Max>(v);
   if (lane_id() == 0) s.floats[warp_id()] = v;
   __syncthreads();
-  v = warp_reduce<Max>(s.floats[lane_id()]);
+  v = warp_reduce<Max>(s.floats[lane_id() % kWarps]);
   __syncthreads();
   return v;
 }
@@ -68,7 +69,7 @@ __device__ __forceinline__ int block_min(int v, Shared& s) {
   v = __reduce_min_sync(kAllLanes, v);
   if (lane_id() == 0) s.ints[warp_id()] = v;
   __syncthreads();
-  v = __reduce_min_sync(kAllLanes, s.ints[lane_id()]);
+  v = __reduce_min_sync(kAllLanes, s.ints[lane_id() % kWarps]);
   __syncthreads();
   return v;
 }
@@ -82,7 +83,7 @@ __device__ __forceinline__ void block_sums(double (&v)[kCount], Shared& s) {
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) v[i] = warp_sum(s.doubles[i][lane_id()]);
+  for (int i = 0; i < kCount; ++i) v[i] = warp_sum(lane_id() < kWarps ? s.doubles[i][lane_id()] : 0.);
   __syncthreads();
 }
 
@@ -108,7 +109,7 @@ __device__ __forceinline__ double sum_before(double v, double& total, Shared& s)
   if (lane_id() == 0) before = 0;
   if (lane_id() == 31) s.doubles[0][warp_id()] = inclusive;
   __syncthreads();
-  const double warps = warp_scan(s.doubles[0][lane_id()]);
+  const double warps = warp_scan(lane_id() < kWarps ? s.doubles[0][lane_id()] : 0.);
   total = __shfl_sync(kAllLanes, warps, 31);
   const double warps_before = __shfl_sync(kAllLanes, warps, warp_id() > 0 ? warp_id() - 1 : 0);
   __syncthreads();
@@ -143,8 +144,8 @@ __device__ __forceinline__ float weight_of(float v, Softmax softmax) {
   return v == softmax.max ? 1.f : exp2_of((v - softmax.max) * softmax.scale);
 }
 
-/// How a row is cut, the same for every call with this vocabulary: warps look at whole segments. Each has up to a chunk
-/// of logits; the last thousands of a huge vocabulary have several, those of a small one a part, so that 32 warps work.
+/// How a row is cut, the same for every call with this vocabulary: warps look at whole segments. Each has a chunk of
+/// logits; of a vocabulary beyond kMostSegments chunks several, of a small one a part, so that all warps work.
 struct Segments {
   uint32_t length;
   int count;
