@@ -11,6 +11,7 @@
 #include <limits>
 #include <memory>
 
+#include "apps/vivace/schedule_map.h"
 #include "apps/vivace/value.h"
 #include "src/bench/ops/run.h"
 #include "src/bench/ops/suite.h"
@@ -593,19 +594,82 @@ void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArg
   });
 }
 
-void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain) {
-  CLI::App& c =
-      *add_command(app, "ops",
-                   "List the operators and their implementations.\n\n"
-                   "Each operator has an ordered table of implementations, called rows. A row states what it "
-                   "needs; the first\n"
-                   "row whose needs a call meets runs. `ops explain` says which rows a model's calls meet.",
-                   "Examples:\n"
-                   "  vivace ops\n"
-                   "  vivace ops explain --model model.gguf --batch 8");
+void add_ops_schedule(CLI::App& ops, OpsScheduleArgs& a) {
+  constexpr bench::LengthLimits kLimits{
+      .most_requests = 65536, .least_tokens = 0, .most_tokens = std::numeric_limits<int32_t>::max()};
+  CLI::App& c = *add_command(
+      ops, "schedule",
+      "Draw how a GPU's decode step of these requests is cut, and say how even the cut is.\n\n"
+      "The keys of a request and KV head, a unit, are read in tiles. decode_schedule lays all units end to "
+      "end and\n"
+      "cuts them into a run of equal weight per worker: a tile weighs 1, starting a unit what it takes in "
+      "tiles. A\n"
+      "unit that several workers share leaves a partial result of each, to be merged. No GPU is needed: the "
+      "CPU's\n"
+      "row makes the same map. Shares of time take it that a tile lasts equally long everywhere, and that "
+      "parts\n"
+      "which begin inside a unit start for nothing, as the rule does.\n\n"
+      "--json lists each worker's pieces. Equal ones that follow each other are one entry: `times` whole "
+      "units (by\n"
+      "request, then head), or `times` parts of one unit. `slot` is where a part leaves its partial; null: a "
+      "whole\n"
+      "unit, which is written at once.",
+      "Examples:\n"
+      "  vivace ops schedule --lengths 1x128K+31x4K --heads 8/1     one long request among short ones\n"
+      "  vivace ops schedule --lengths 64x4K --heads 64/8 --sms 78  a smaller GPU\n"
+      "  vivace ops schedule --lengths 1x128K+31x4K --heads 8/1 --window 4096\n"
+      "  vivace ops schedule --lengths 1x16K+15x64 --heads 64/8 --piece-tiles 8 --json map.json");
+  add(
+      c, "--lengths", "RxT[+RxT...]",
+      "R requests of T keys each, this step's included; K is 1024\nAt most 65536 requests of at most "
+      "2147483647",
+      [kLimits, &a](const std::string& text) {
+        a.lengths_text = text;
+        return bench::parse_lengths(text, kLimits);
+      },
+      [&a](std::vector<int64_t> lengths) { a.lengths = std::move(lengths); })
+      ->required();
+  add(c, "--heads", "Q/KV", "Query heads and KV heads, 1 to 1024 each", parse_heads, [&a](Heads heads) {
+    a.heads_q = heads.q;
+    a.heads_kv = heads.kv;
+  })->required();
+  integer(c, "--queries", 1, 8, "Query tokens of each request [1]", [&a](int64_t n) { a.query_tokens = n; });
+  integer(c, "--window", 0, std::numeric_limits<int32_t>::max(),
+          "Keys that a query token sees, its own included; 0: all [0]", [&a](int64_t n) { a.window = n; });
+  auto* sms = integer(c, "--sms", 1, 1024,
+                      fmt::format("Multiprocessors of the GPU [{}, an H200's]", OpsScheduleArgs::kH200Sms),
+                      [&a](int64_t n) { a.sms = n; });
+  integer(c, "--workers", 1, 65536, "CTAs that share the work [as many as the SMs hold]", [&a](int64_t n) {
+    a.workers = n;
+  })->excludes(sms);
+  integer(c, "--piece-tiles", 0, int64_t{1} << 30,
+          "Cut a request at multiples of N tiles alone, so that its bits\ndo not depend on its company; 0: "
+          "anywhere [0]",
+          [&a](int64_t n) { a.piece_tiles = n; });
+  filled(c, "--json", "FILE", "Write totals and map to this file; - is standard output", a.json_file);
+  c.callback([&a] {
+    const Status status = check_schedule_size(a);
+    if (!status.ok()) throw CLI::ValidationError(status.message(), CLI::ExitCodes::ValidationError);
+  });
+}
+
+void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain, OpsScheduleArgs& schedule) {
+  CLI::App& c = *add_command(
+      app, "ops",
+      "List the operators and their implementations.\n\n"
+      "Each operator has an ordered table of implementations, called rows. A row states what it "
+      "needs; the first\n"
+      "row whose needs a call meets runs. `ops explain` says which rows a model's calls meet, `ops "
+      "schedule`\n"
+      "how the work of a decode step is cut.",
+      "Examples:\n"
+      "  vivace ops\n"
+      "  vivace ops explain --model model.gguf --batch 8\n"
+      "  vivace ops schedule --lengths 1x128K+31x4K --heads 8/1");
   auto* json = c.add_flag("--json", ops.json, "One JSON document instead of text");
   c.add_flag("--markdown", ops.markdown, "The page docs/generated/ops.md")->excludes(json);
   c.require_subcommand(0, 1);
+  add_ops_schedule(c, schedule);
   CLI::App& e = *add_command(
       c, "explain",
       "Say for each layer of a model which row would run each operator, and why the rows before it "
@@ -710,13 +774,14 @@ Parsed parse_command_line(int argc, char** argv) {
   BenchStepArgs bench_step;
   OpsArgs ops;
   OpsExplainArgs explain;
+  OpsScheduleArgs schedule;
   DoctorArgs doctor;
   add_generate(app, generate);
   add_score(app, score);
   add_tokenize(app, tokenize);
   add_quantize(app, quantize);
   add_bench(app, bench, bench_ops, bench_step);
-  add_ops(app, ops, explain);
+  add_ops(app, ops, explain, schedule);
   add_doctor(app, doctor);
   try {
     app.parse(argc, argv);
@@ -737,6 +802,7 @@ Parsed parse_command_line(int argc, char** argv) {
   }
   if (app.got_subcommand("doctor")) return {doctor};
   if (app.get_subcommand("ops")->got_subcommand("explain")) return {explain};
+  if (app.get_subcommand("ops")->got_subcommand("schedule")) return {schedule};
   return {ops};
 }
 

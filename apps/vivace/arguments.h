@@ -92,6 +92,18 @@ struct OpsExplainArgs {
   bool json = false;
 };
 
+struct OpsScheduleArgs {
+  std::string lengths_text;
+  std::vector<int64_t> lengths;  ///< of at least one request
+  int64_t heads_q = 0, heads_kv = 0;
+  int64_t query_tokens = 1, window = 0, piece_tiles = 0;
+  int64_t sms = kH200Sms;
+  std::optional<int64_t> workers;  ///< absent: as many as fit the SMs
+  std::string json_file;
+
+  static constexpr int64_t kH200Sms = 132;
+};
+
 struct DoctorArgs {
   std::string model;  ///< empty: none
   bool json = false;
@@ -99,7 +111,7 @@ struct DoctorArgs {
 
 using Command =
     std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, QuantizeArgs, BenchServeArgs,
-                 BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs, DoctorArgs>;
+                 BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs, OpsScheduleArgs, DoctorArgs>;
 
 struct Parsed {
   Command command;    ///< empty: nothing to run, the program ends with exit_code

@@ -15,6 +15,7 @@ int run(const BenchOpsArgs& args);
 int run(const BenchStepArgs& args);
 int run(const OpsArgs& args);
 int run(const OpsExplainArgs& args);
+int run(const OpsScheduleArgs& args);
 int run(const DoctorArgs& args);
 
 }  // namespace vivace::cli

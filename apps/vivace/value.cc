@@ -77,6 +77,19 @@ Result<int64_t> parse_bytes(std::string_view text) {
   return invalid_argument("is '{}', needs a positive number of bytes such as 536870912, 512M or 2G", text);
 }
 
+Result<Heads> parse_heads(std::string_view text) {
+  constexpr int64_t kMost = 1024;
+  const auto fits = [](int64_t heads) { return heads >= 1 && heads <= kMost; };
+  const size_t slash = text.find('/');
+  Heads heads{};
+  if (slash != std::string_view::npos && whole(text.substr(0, slash), heads.q) &&
+      whole(text.substr(slash + 1), heads.kv) && fits(heads.q) && fits(heads.kv) && heads.q % heads.kv == 0) {
+    return heads;
+  }
+  return invalid_argument("is '{}', needs Q/KV heads, 1 to {} each and Q a multiple of KV, such as 64/8",
+                          text, kMost);
+}
+
 Result<std::vector<int32_t>> parse_ids(std::string_view text) {
   std::vector<int32_t> ids;
   std::string_view rest = text;

@@ -17,6 +17,11 @@ Result<int64_t> parse_integer(std::string_view text, int64_t low, int64_t high);
 Result<double> parse_number(std::string_view text, double low, double high, bool above_low = false);
 /// "512M": an integer with an optional suffix K, M or G (powers of 1024).
 Result<int64_t> parse_bytes(std::string_view text);
+struct Heads {
+  int64_t q, kv;
+};
+/// "64/8": query heads, and KV heads that divide them; each from 1 to 1024.
+Result<Heads> parse_heads(std::string_view text);
 /// "1,2,3": token ids, at least one.
 Result<std::vector<int32_t>> parse_ids(std::string_view text);
 /// A file of token ids below `vocab`: numbers between white space, commas or brackets, as JSON lists have them.

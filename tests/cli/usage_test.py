@@ -5,7 +5,7 @@ import unittest
 from vivace import Case, HY3, QWEN, main, vivace
 
 COMMANDS = ["generate", "score", "tokenize", "quantize", "bench", "bench serve", "bench step", "bench ops", "ops",
-            "ops explain", "doctor"]
+            "ops explain", "ops schedule", "doctor"]
 GENERATE = ["generate", "--model", HY3, "--prompt-ids", "1,2,3"]
 
 

@@ -1,8 +1,12 @@
 #include "src/ops/decode_schedule/cases.h"
 
+#include <cmath>
 #include <map>
+#include <random>
 #include <set>
+#include <tuple>
 
+#include "src/ops/decode_schedule/gpu.h"
 #include "src/ops/decode_schedule/table.h"
 #include "src/ops/decode_schedule/view.h"
 #include "tests/ops/op_test.h"
@@ -23,10 +27,14 @@ void expect_sound(const DecodeScheduleProblem& p) {
   std::map<std::pair<int64_t, int64_t>, std::vector<SchedulePiece>> units;
   std::set<int64_t> slots;
   int64_t total = 0, heaviest = 0, longest = 0;
+  std::tuple<int64_t, int64_t, int64_t> last{-1, 0, 0};
   for (int64_t worker = 0; worker < params.workers; ++worker) {
     int64_t weight = 0;
     view.for_each_piece(worker, [&](const SchedulePiece& piece) {
       ASSERT_LT(worker, view.active_workers());
+      const std::tuple at(piece.request, piece.head_kv, piece.first_tile);
+      EXPECT_GT(at, last) << "pieces go on where the ones before end";
+      last = at;
       auto& unit = units[{piece.request, piece.head_kv}];
       if (unit.empty()) weight += params.request_cost;
       weight += std::max<int64_t>(1, piece.tiles);
@@ -109,42 +117,116 @@ TEST(DecodeSchedule, EveryRowGivesTheSameSoundMap) {
   }
 }
 
-/// Random batches, all into one buffer: what an earlier call left there must not show. A row on a GPU gets fewer of them:
-/// each is a launch and a few allocations.
-TEST(DecodeSchedule, RandomBatchesIntoOneBuffer) {
-  for (const Stream& stream : test_streams()) {
-    const DecodeScheduleProblem any({"", {1}, {}});
-    for_each_fitting_row(kDecodeSchedule, any.args, stream, [&](const auto& row) {
-      SCOPED_TRACE(row.name);
-      std::mt19937 rng(1);
-      const auto below = [&](uint32_t n) { return static_cast<int64_t>(rng() % n); };
-      Guarded buffer(DType::i32, {decode_schedule_ints(20, 40)});
-      const int repeats = stream.device == Device::cpu ? 5000 : 500;
-      for (int repeat = 0; repeat < repeats; ++repeat) {
-        DecodeScheduleCase c{"", {}, {}};
-        c.params = {.heads_kv = 1 + below(4),
-                    .tile_tokens = 1 + below(80),
-                    .workers = 1 + below(40),
-                    .min_tiles = 1 + below(4),
-                    .request_cost = below(2) * below(6),
-                    .window = below(2) * below(300),
-                    .piece_tiles = below(2) * (1 + below(5))};
-        const int64_t requests = below(20);
-        for (int64_t b = 0; b < requests; ++b) {
-          c.lengths.push_back(static_cast<int32_t>(below(2) == 0 ? below(10) : below(2000)));
-          c.rows.push_back(static_cast<int32_t>(below(9)));
-        }
-        DecodeScheduleProblem want(c), got(c);
-        got.args.schedule = buffer;
-        ASSERT_OK(decode_schedule_reference(want.args, Stream{}));
-        ASSERT_OK(row.run(got.args, stream));
-        ASSERT_EQ(std::memcmp(buffer.as<char>(), want.schedule.as<char>(), want.schedule.bytes()), 0)
-            << repeat;
-        if (repeat % 4 == 0) expect_sound(want);
-        if (testing::Test::HasFailure()) FAIL() << "at " << repeat;
-      }
-    });
+/// A kind of random batch.
+struct Traffic {
+  const char* name;
+  int64_t most_requests, most_workers;
+  int on_cpu, on_gpu;  ///< batches; a GPU gets fewer, each is a launch and a few allocations
+  DecodeScheduleCase (*draw)(std::mt19937& rng);
+};
+
+int64_t below(std::mt19937& rng, uint32_t n) {
+  return static_cast<int64_t>(rng() % n);
+}
+/// In half of the cases 0, else anything below n.
+int64_t often_0(std::mt19937& rng, uint32_t n) {
+  return below(rng, 2) == 0 ? 0 : below(rng, n);
+}
+/// From 1 to `most`, each factor of two as likely as another.
+int64_t log_uniform(std::mt19937& rng, double most) {
+  const double share = static_cast<double>(rng()) / 4294967296.0;
+  return std::max<int64_t>(1, static_cast<int64_t>(std::exp(share * std::log(most + 1))));
+}
+
+/// Small and awkward: tiles of any size, more workers than tiles, requests without keys or without rows.
+DecodeScheduleCase draw_awkward(std::mt19937& rng) {
+  DecodeScheduleCase c{"", {}, {}};
+  c.params = {.heads_kv = 1 + below(rng, 4),
+              .tile_tokens = 1 + below(rng, 80),
+              .workers = 1 + below(rng, 40),
+              .min_tiles = 1 + below(rng, 4),
+              .request_cost = often_0(rng, 6),
+              .window = often_0(rng, 300),
+              .piece_tiles = often_0(rng, 6)};
+  const int64_t requests = below(rng, 20);
+  for (int64_t b = 0; b < requests; ++b) {
+    c.lengths.push_back(static_cast<int32_t>(below(rng, 2) == 0 ? below(rng, 10) : below(rng, 2000)));
+    c.rows.push_back(static_cast<int32_t>(below(rng, 9)));
   }
+  return c;
+}
+
+/// As a GPU cuts steps that serving has, requests of a bucket's padding included.
+DecodeScheduleCase draw_serving(std::mt19937& rng) {
+  constexpr int64_t kMostSms = 132;
+  DecodeScheduleCase c{"", {}, {}};
+  c.params = gpu_decode_schedule(below(rng, 2) == 0 ? 1 : 1 + below(rng, 8), 1 + below(rng, kMostSms));
+  c.params.window = below(rng, 4) == 0 ? log_uniform(rng, 8192) : 0;
+  c.params.piece_tiles = below(rng, 3) == 0 ? log_uniform(rng, 64) : 0;
+  const int64_t requests = log_uniform(rng, 256), rows = 1 + often_0(rng, 8);
+  const double longest = below(rng, 2) == 0 ? 4096 : 100000;
+  for (int64_t b = 0; b < requests; ++b) {
+    const bool padding = below(rng, 16) == 0;
+    c.lengths.push_back(padding ? 0 : static_cast<int32_t>(log_uniform(rng, longest)));
+    c.rows.push_back(static_cast<int32_t>(padding ? 0 : rows));
+  }
+  return c;
+}
+
+/// All of a kind into one buffer: what an earlier call left there must not show.
+TEST(DecodeSchedule, RandomBatchesIntoOneBuffer) {
+  constexpr Traffic kTraffic[] = {{"awkward", 20, 40, 6000, 500, draw_awkward},
+                                  {"serving", 256, 264, 2000, 200, draw_serving}};
+  for (const Traffic& traffic : kTraffic) {
+    SCOPED_TRACE(traffic.name);
+    for (const Stream& stream : test_streams()) {
+      const DecodeScheduleProblem any({"", {1}, {}});
+      for_each_fitting_row(kDecodeSchedule, any.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        std::mt19937 rng(1);
+        Guarded buffer(DType::i32, {decode_schedule_ints(traffic.most_requests, traffic.most_workers)});
+        const int repeats = stream.device == Device::cpu ? traffic.on_cpu : traffic.on_gpu;
+        for (int repeat = 0; repeat < repeats; ++repeat) {
+          const DecodeScheduleCase c = traffic.draw(rng);
+          DecodeScheduleProblem want(c), got(c);
+          got.args.schedule = buffer;
+          ASSERT_OK(decode_schedule_reference(want.args, Stream{}));
+          ASSERT_OK(row.run(got.args, stream));
+          ASSERT_EQ(std::memcmp(buffer.as<char>(), want.schedule.as<char>(), want.schedule.bytes()), 0)
+              << repeat;
+          if (row.name == "cpu.scan") expect_sound(want);  // the map of all rows
+          if (testing::Test::HasFailure()) FAIL() << "at " << repeat;
+        }
+        EXPECT_TRUE(buffer.canaries_intact());
+      });
+    }
+  }
+}
+
+/// A map that differs anywhere from the one that its lengths give is found.
+TEST(DecodeSchedule, CheckFindsEveryChange) {
+  std::mt19937 rng(3);
+  int changes = 0;
+  for (int repeat = 0; repeat < 100; ++repeat) {
+    const DecodeScheduleCase c = draw_awkward(rng);
+    DecodeScheduleProblem p(c);
+    ASSERT_OK(decode_schedule(p.args, Stream{}));
+    const auto check = [&] {
+      return check_schedule("test", p.schedule.as<int32_t>(), c.params, p.kv_lengths, p.query_start);
+    };
+    ASSERT_OK(check());
+    const int64_t ints = p.args.schedule.shape[0];
+    for (int64_t i = 0; i < ints; ++i) {
+      const bool free_header = i > schedule_map::kMinTiles && i < schedule_map::kHeaderInts;
+      const bool tiles_of_sums = i == ints - 4 || i == ints - 3;
+      if (free_header || tiles_of_sums) continue;
+      p.schedule.as<int32_t>()[i] += 1;
+      EXPECT_FALSE(check().ok()) << "repeat " << repeat << ", " << i;
+      p.schedule.as<int32_t>()[i] -= 1;
+      ++changes;
+    }
+  }
+  EXPECT_GT(changes, 5000);
 }
 
 /// Without cost and pieces the load is even to one tile, whatever the mix.

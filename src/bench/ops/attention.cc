@@ -52,7 +52,7 @@ Result<Shape> shape_of(const OpWorkload& w, bool prefill) {
     return refuse_field(w, "page", "a power of two from 1 to 256");
   }
   VIVACE_TRY_ASSIGN(const size_t kv, choice_of(w, "kv", {"bf16", "fp8"}));
-  VIVACE_TRY_ASSIGN(std::vector<int64_t> lengths, parse_lengths(w.name));
+  VIVACE_TRY_ASSIGN(std::vector<int64_t> lengths, parse_case_lengths(w.name));
   Shape shape{std::move(lengths), heads_q, heads_kv, w.number("head_dim"), page, kv == 1, prefill};
   if (shape.keys() > INT32_MAX) {
     return invalid_argument("{} {}: its requests have {} tokens in all, needs at most {}", w.suite, w.name,

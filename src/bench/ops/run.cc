@@ -54,7 +54,7 @@ Result<std::vector<OpWorkload>> cases_named(const std::vector<OpWorkload>& liste
   for (const OpWorkload& candidate : listed) {
     bool fits = filter.name.empty() || candidate.name == filter.name;
     if (!fits && named_by_lengths(candidate)) {
-      if (no_lengths.ok()) no_lengths = parse_lengths(filter.name).status();
+      if (no_lengths.ok()) no_lengths = parse_case_lengths(filter.name).status();
       fits = no_lengths.ok();
     }
     if (fits) named.push_back(candidate);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <limits>
 
 #include "src/core/error.h"
 
@@ -22,10 +23,11 @@ OpWorkload& set(OpWorkload& workload, std::string_view field, T value) {
   return workload;
 }
 
-/// A number up to the first other character; `text` is moved past it.
+/// A number up to the first other character; `text` is moved past it. The largest one for what 64 bits do not hold.
 bool take_number(std::string_view& text, int64_t& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || value < 0) return false;
+  const auto [end, failure] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (text.starts_with('-') || failure == std::errc::invalid_argument) return false;
+  if (failure == std::errc::result_out_of_range) value = std::numeric_limits<int64_t>::max();
   text.remove_prefix(static_cast<size_t>(end - text.data()));
   return true;
 }
@@ -111,10 +113,9 @@ bool OpFilter::accepts(const OpWorkload& workload) const {
   });
 }
 
-Result<std::vector<int64_t>> parse_lengths(std::string_view text) {
-  constexpr int64_t kMostRequests = 4096, kMostTokens = int64_t{1} << 24;
+Result<std::vector<int64_t>> parse_lengths(std::string_view text, const LengthLimits& limits) {
   const auto refused = [&] {
-    return invalid_argument("case is '{}', needs REQUESTSxTOKENS[+...], such as 64x4K or 1x16K+15x64", text);
+    return invalid_argument("is '{}', needs REQUESTSxTOKENS[+...], such as 64x4K or 1x16K+15x64", text);
   };
   std::vector<int64_t> lengths;
   std::string_view rest = text;
@@ -123,7 +124,7 @@ Result<std::vector<int64_t>> parse_lengths(std::string_view text) {
     if (!take_number(rest, requests) || !rest.starts_with('x')) return refused();
     rest.remove_prefix(1);
     if (!take_number(rest, whole)) return refused();
-    tokens = whole = std::min(whole, kMostTokens + 1);
+    tokens = whole = std::min(whole, limits.most_tokens + 1);
     if (rest.starts_with(".5K")) {
       tokens = whole * 1024 + 512;
       rest.remove_prefix(3);
@@ -131,16 +132,22 @@ Result<std::vector<int64_t>> parse_lengths(std::string_view text) {
       tokens = whole * 1024;
       rest.remove_prefix(1);
     }
-    if (requests < 1 || requests > kMostRequests || tokens < 1 || tokens > kMostTokens ||
-        std::ssize(lengths) + requests > kMostRequests) {
-      return invalid_argument("case is '{}', needs 1 to {} requests of 1 to {} tokens", text, kMostRequests,
-                              kMostTokens);
+    if (requests < 1 || requests > limits.most_requests - std::ssize(lengths) ||
+        tokens < limits.least_tokens || tokens > limits.most_tokens) {
+      return invalid_argument("is '{}', needs 1 to {} requests of {} to {} tokens", text,
+                              limits.most_requests, limits.least_tokens, limits.most_tokens);
     }
     lengths.insert(lengths.end(), static_cast<size_t>(requests), tokens);
     if (rest.empty()) return lengths;
     if (!rest.starts_with('+')) return refused();
     rest.remove_prefix(1);
   }
+}
+
+Result<std::vector<int64_t>> parse_case_lengths(std::string_view name) {
+  Result<std::vector<int64_t>> lengths = parse_lengths(name, {});
+  if (lengths.ok()) return lengths;
+  return error(lengths.status().code(), "case {}", lengths.status().message());
 }
 
 }  // namespace vivace::bench

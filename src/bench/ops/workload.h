@@ -46,8 +46,16 @@ struct OpFilter {
   bool accepts(const OpWorkload& workload) const;
 };
 
+struct LengthLimits {
+  int64_t most_requests = 4096;
+  int64_t least_tokens = 1, most_tokens = int64_t{1} << 24;
+};
+
 /// The lengths of "64x4K" or "1x16K+15x64": so many requests of so many tokens; K is 1024.
-/// invalid_argument: not of that form, none of either, or too many.
-Result<std::vector<int64_t>> parse_lengths(std::string_view text);
+/// invalid_argument: not of that form, or outside the limits. The message begins "is '64x4K', needs"; the caller
+/// says what is.
+Result<std::vector<int64_t>> parse_lengths(std::string_view text, const LengthLimits& limits);
+/// Those that name a case.
+Result<std::vector<int64_t>> parse_case_lengths(std::string_view name);
 
 }  // namespace vivace::bench
