@@ -102,9 +102,29 @@ class BenchServe(Case):
         run = self.ok("bench", "serve", "--model", HY3, "--requests", 1, "--kv-dtype", "fp8")
         self.assertEqual(run.err.count("have no scales"), 1)
 
+    def test_lengths_that_do_not_fit_are_said(self):
+        bench = ("bench", "serve", "--model", HY3, "--requests", 4, "--seed", 2, "--max-model-len")
+        self.assertIn("4 of 4 requests cut short: drawn longer than the 10 tokens of --max-model-len",
+                      self.ok(*bench, 10).err)
+        self.assertNotIn("cut short", self.ok(*bench, 4096).err)
+
+    def test_a_preference_of_two_rows_has_one_reason_each(self):
+        for command in (["serve", "--requests", 2], ["step", "--context", 16, "--steps", 5]):
+            rows = self.bench_rows(*command)
+            for row in rows:
+                names = [refusal["row"] for refusal in row["refused"]]
+                self.assertEqual(len(names), len(set(names)), row)
+                for refusal in row["refused"]:
+                    named = row["op"] == "linear" and refusal["row"].startswith("cpu.")
+                    self.assertFalse(named and "--prefer" in refusal["reason"], row)
+            self.assertIn("cpu.f32", {row["row"] for row in rows if row["op"] == "linear"})
+
+    def bench_rows(self, command, *args):
+        return self.ok("bench", command, "--model", QWEN, "--prefer", "linear=cpu", *args, "--json", "-").json["rows"]
+
     def test_failures_are_counted(self):
-        run = self.fails(1, "192", "bench", "serve", "--model", HY3, "--workload", "uniform", "--max-model-len", 100)
-        self.assertIn("100", run.err)
+        self.fails(1, "--max-model-len is 100, needs at least 192: ", "bench", "serve", "--model", HY3, "--workload",
+                   "uniform", "--max-model-len", 100)
         self.assertEqual(self.fails(1, "/nowhere", "bench", "serve", "--model", "/nowhere").out, b"")
 
 
@@ -136,8 +156,6 @@ class BenchStep(Case):
         self.fails(2, "--batch is 'x', needs an integer", "bench", "step", "--model", HY3, "--batch", "1,x")
         self.fails(2, "--steps is '4', needs an integer from 5", "bench", "step", "--model", HY3, "--steps", 4)
         self.fails(1, "--context is 9999999, needs at most 4096", "bench", "step", "--model", HY3, "--context", 9999999)
-        self.fails(1, "there is no synthetic model", "bench", "step", "--model", "synthetic:gpt", "--device", "cpu")
-
 
     def test_pages_that_do_not_fit_into_memory(self):
         pages = 4096 * 4096 // 16
@@ -266,6 +284,11 @@ class BenchOps(Case):
 
     def test_other_values(self):
         self.fails(2, "--device is 'cpu', needs cuda", "bench", "ops", "--device", "cpu")
+        self.fails(2, "--device is 'cuda:-1', needs cuda or cuda:N\n", "bench", "ops", "--device", "cuda:-1")
+        for flag in ("--json", "--targets"):
+            run = self.fails(2, " excludes ", "bench", "ops", "--list", flag, "x")
+            self.assertIn("--list", run.err)
+            self.assertIn(flag, run.err)
         self.fails(2, "--prefer", "bench", "ops", "--prefer", "linear")
         self.fails(2, "--json is '', needs a FILE", "bench", "ops", "--json", "")
         self.fails(1, "--targets: /nowhere", "bench", "ops", "--targets", "/nowhere")
