@@ -11,6 +11,7 @@
 #include <limits>
 #include <memory>
 
+#include "apps/vivace/output.h"
 #include "apps/vivace/schedule_map.h"
 #include "apps/vivace/value.h"
 #include "src/bench/ops/run.h"
@@ -18,6 +19,7 @@
 #include "src/core/error.h"
 #include "src/cpu/machine.h"
 #include "src/engine/check_options.h"
+#include "src/model/synthetic.h"
 #include "vivace/dispatch.h"
 
 namespace vivace::cli {
@@ -136,9 +138,23 @@ Result<int64_t> parse_threads(const std::string& text) {
                           value.status().message(), kPerCore, cores, cores == 1 ? "" : "s");
 }
 
-void add_model(CLI::App& app, std::string& model) {
-  filled(app, "--model", "PATH", "A .gguf file, or a folder with config.json and safetensors", model)
-      ->required();
+/// A model in files, or random weights: a name that is no model's is a mistake here.
+CLI::Option* add_model(CLI::App& app, std::string& model) {
+  return app
+      .add_option_function<std::string>(
+          "--model",
+          [&model](const std::string& text) {
+            if (text.empty()) refuse("--model", invalid_argument("is '', needs a PATH"));
+            if (model::is_synthetic(text)) {
+              const Status status = model::open_synthetic(text).status();
+              if (!status.ok()) refuse("--model", status);
+            }
+            model = text;
+          },
+          "A .gguf file, or a folder with config.json and safetensors;\nor "
+          "synthetic:NAME[,layers=N][,dtype=TYPE]: "
+          "random weights on a GPU, such as\nsynthetic:hy3@tp8 (another name lists those there are)")
+      ->type_name("PATH");
 }
 
 /// Rows that run alone. The message of a value that does not fit has the flag.
@@ -158,7 +174,7 @@ CLI::Option* add_prefer(CLI::App& app, const std::string& help, std::string& pre
 /// The model, what it runs on and how.
 void add_compute(CLI::App& app, EngineOptions& o) {
   const std::string group = "Model and engine";
-  add_model(app, o.model);
+  add_model(app, o.model)->required();
   const auto in_group = [&](CLI::Option* option) { return option->group(group); };
   app.get_option("--model")->group(group);
   in_group(add(app, "--device", "NAME", "Where it runs: cpu, cuda or cuda:N [cpu]", parse_device,
@@ -168,8 +184,18 @@ void add_compute(CLI::App& app, EngineOptions& o) {
                "Type of activations: auto, f32 or bf16 [auto: f32 on the cpu, bf16 on a GPU]", parse_dtype,
                [dtype](std::string text) { *dtype = std::move(text); }));
   app.parse_complete_callback([dtype, &o] {
+    const bool cpu = o.device == "cpu";
     const Status status = check_dtype(*dtype, o.device);
     if (!status.ok()) refuse("--dtype", status);
+    if (cpu && model::is_synthetic(o.model)) {
+      refuse("--model",
+             unsupported("is '{}', needs --device cuda: random weights are made on a GPU", o.model));
+    }
+    if (!cpu && o.kv_dtype == DType::f32) {
+      refuse("--kv-dtype", unsupported("is 'f32', needs auto, bf16 or fp8: --device is {}", o.device));
+    }
+    const Status limits = engine::check_options(o);
+    if (!limits.ok()) throw CLI::ValidationError(in_flags(limits.message()));
   });
   in_group(
       add(app, "--kv-dtype", "TYPE",
@@ -336,7 +362,8 @@ void add_tokenize(CLI::App& app, TokenizeArgs& a) {
                    "Examples:\n"
                    "  vivace tokenize --model tests/data/tiny-qwen3-moe --text \"Hello, world!\"\n"
                    "  vivace tokenize --model model.gguf --text \"<|im_start|>user\" --parse-special --json");
-  add_model(c, a.model);
+  filled(c, "--model", "PATH", "A .gguf file, or a folder with config.json and tokenizer.json", a.model)
+      ->required();
   c.add_option("--text", a.text, "The text")->required()->type_name("TEXT");
   c.add_flag("--parse-special", a.parse_special, "Text that spells a control token becomes that token");
   c.add_flag("--json", a.json, "One JSON document instead of a table");
@@ -429,9 +456,11 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "that caches\n"
       "are cold as in serving, one graph with a call per input, the median of its replays. The floor is "
       "bytes over 4.5 TB/s\n"
-      "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s, what an H200 sustains in microbenchmarks; "
-      "--suite roof\n"
-      "measures these on this machine.\n\n"
+      "or operations over 890 (bf16) and 1,700 (fp8) TFLOP/s: rates that an H200 reaches in microbenchmarks "
+      "of one thing.\n"
+      "--suite roof times a read, a copy and cuBLASLt's largest products beside them on this machine; "
+      "products "
+      "stay below.\n\n"
       "Where cuBLASLt can do a case it is timed too, in the same way and on the same inputs, on lines of its "
       "own: in\n"
       "router_gemm as cublas_fp32_with_cast (x widened first, as callers must), cublas_fp32, cublas_tf32 "
@@ -442,7 +471,7 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "listed case nearest to it. In fused_moe another tp changes intermediate and another ep experts, "
       "unless "
       "they are\n"
-      "named too.\n\n"
+      "named too. The name of a case stands for shapes; with others it is \"own\".\n\n"
       "Suites:" +
           suite_lines(),
       "Examples:\n"
@@ -460,19 +489,22 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
   add(
       c, "--device", "NAME", "cuda or cuda:N [cuda]",
       [](const std::string& text) -> Result<std::string> {
-        if (text != "cpu") return parse_device(text);
+        if (text != "cpu" && parse_device(text).ok()) return text;
         return invalid_argument(
-            "is 'cpu', needs cuda or cuda:N: these suites time a GPU (vivace-op-bench times CPU rows)");
+            "is '{}', needs cuda or cuda:N{}", text,
+            text == "cpu" ? ": these suites time a GPU (vivace-op-bench times CPU rows)" : "");
       },
       [&](std::string text) { a.device = std::move(text); });
   add_prefer(c, "Rows to run instead of the first that fits: OP=ROW[,OP=ROW]", a.prefer);
   integer(c, "--replays", 20, 100000, "Replays that a median is taken of [20]",
           [&](int64_t n) { a.replays = n; });
-  filled(c, "--targets", "FILE", "JSON with target times; adds target and ratio columns", a.targets_file);
-  filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);
+  auto* targets =
+      filled(c, "--targets", "FILE", "JSON with target times; adds target and ratio columns", a.targets_file);
+  auto* json =
+      filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);
   c.add_flag(
       "--no-baselines", [&](int64_t) { a.baselines = false; }, "Time no libraries beside our rows");
-  c.add_flag("--list", a.list, "List the cases and stop");
+  c.add_flag("--list", a.list, "List the cases and stop")->excludes(targets)->excludes(json);
   c.callback([&a, suites, cases] {
     std::vector<bench::OpFilter> filters;
     for (const std::string& text : *cases) {
@@ -558,7 +590,8 @@ void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArg
       "  mixed     prompt lengths log-normal (median 96, sigma 1.2), outputs log-normal (median 48, sigma "
       "0.8)\n"
       "The same seed gives the same requests. End tokens are ignored, so that every output has its drawn "
-      "length.\n"
+      "length;\n"
+      "requests that the context is too short for are cut, and a line says how many.\n"
       "TTFT is the time to the first token, ITL each gap between two tokens, TPOT a request's mean gap.",
       "Examples:\n"
       "  vivace bench serve --model model.gguf --workload mixed --requests 32 --concurrency 8 --report "
@@ -695,11 +728,11 @@ void add_doctor(CLI::App& app, DoctorArgs& a) {
   CLI::App& c = *add_command(app, "doctor",
                              "Say what this machine and this build can do: processor, instruction set, "
                              "memory, GPUs, which kinds of rows\n"
-                             "were compiled in, and what to change.",
+                             "were compiled in, and what to change; with --model also what this model is.",
                              "Examples:\n"
                              "  vivace doctor\n"
                              "  vivace doctor --model model.gguf --json");
-  filled(c, "--model", "PATH", "Also open this model and describe it", a.model);
+  add_model(c, a.model);
   c.add_flag("--json", a.json, "One JSON document instead of text");
 }
 
@@ -732,16 +765,51 @@ const CLI::App* reached(const CLI::App* app, std::string& path) {
   }
 }
 
-int report_usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
-  std::string path = "vivace", message = error.what();
-  if (reached(&app, path) == &app && argc > 1 && argv[1][0] != '-') {
-    message = std::string("there is no command '") + argv[1] + "'; there are";
-    for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-      message += " " + command->get_name();
-    }
-  }
-  std::fprintf(stderr, "%s: %s\nTry '%s --help'.\n", path.c_str(), message.c_str(), path.c_str());
+std::vector<const CLI::App*> commands_of(const CLI::App& app) {
+  return app.get_subcommands([](const CLI::App*) { return true; });
+}
+
+/// Of the first word that no option and no command took; "" when all were taken.
+std::string unknown_word(const CLI::App& app, const CLI::App& command) {
+  const std::vector<std::string> words = app.remaining(true);
+  if (words.empty()) return {};
+  const std::string& word = words.front();
+  if (word.starts_with('-')) return fmt::format("there is no option '{}'", word);
+  const std::vector<const CLI::App*> commands = commands_of(command);
+  if (commands.empty()) return fmt::format("'{}' follows no option that takes it", word);
+  std::string message = fmt::format("there is no command '{}'; there are", word);
+  for (const CLI::App* known : commands) message += " " + known->get_name();
+  return message;
+}
+
+int usage_error(const std::string& path, const std::string& message) {
+  std::fprintf(stderr, "%s: %s\nTry '%s --help'.\n", path.c_str(), visible(message).c_str(), path.c_str());
   return 2;
+}
+
+int report_usage_error(const CLI::App& app, const CLI::ParseError& error) {
+  std::string path = "vivace";
+  const CLI::App* command = reached(&app, path);
+  const auto code = static_cast<CLI::ExitCodes>(error.get_exit_code());
+  std::string message;
+  // What is missing may be what was misspelt.
+  if (code == CLI::ExitCodes::RequiredError || code == CLI::ExitCodes::ExtrasError)
+    message = unknown_word(app, *command);
+  if (message.empty()) message = error.what();
+  constexpr std::string_view kAgain = ": At Most 1 required but received ";
+  if (const size_t at = message.find(kAgain); at != std::string::npos) {
+    message = fmt::format("{} is given {} times, needs one value", message.substr(0, at),
+                          message.substr(at + kAgain.size()));
+  }
+  return usage_error(path, message);
+}
+
+/// Help or the version, unless they were asked of a command that is not there.
+int report_success(const CLI::App& app, const CLI::Success& success) {
+  std::string path = "vivace";
+  const CLI::App* command = reached(&app, path);
+  const std::string message = commands_of(*command).empty() ? "" : unknown_word(app, *command);
+  return message.empty() ? app.exit(success) : usage_error(path, message);
 }
 
 }  // namespace
@@ -786,9 +854,9 @@ Parsed parse_command_line(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& success) {
-    return {std::monostate{}, app.exit(success)};
+    return {std::monostate{}, report_success(app, success)};
   } catch (const CLI::ParseError& error) {
-    return {std::monostate{}, report_usage_error(app, error, argc, argv)};
+    return {std::monostate{}, report_usage_error(app, error)};
   }
   bench.command = bench_step.command = command_line(argc, argv);
   if (app.got_subcommand("generate")) return {generate};

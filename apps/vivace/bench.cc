@@ -130,6 +130,12 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   VIVACE_TRY_ASSIGN(std::unique_ptr<Engine> engine, Engine::create(engine_options));
   std::vector<bench::PlannedRequest> plan;
   VIVACE_TRY(make_plan(args, files, *engine, plan));
+  if (const auto cut = std::ranges::count(plan, true, &bench::PlannedRequest::cut); cut > 0) {
+    note(
+        fmt::format("{} of {} request{} cut short: drawn longer than the {} tokens of --max-model-len, or "
+                    "the model's context",
+                    cut, args.requests, args.requests == 1 ? "" : "s", engine->max_model_len()));
+  }
   bench::EngineTarget target(*engine);
   VIVACE_TRY(warm_up(target, plan));
   report.load_s = seconds_since(start);

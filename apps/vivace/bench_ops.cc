@@ -8,6 +8,7 @@
 #include "src/bench/ops/run.h"
 #include "src/core/error.h"
 #include "src/core/guard.h"
+#include "src/device/runtime.h"
 #include "src/engine/compute.h"
 #include "src/model/mapped_file.h"
 
@@ -47,9 +48,13 @@ Status run_bench(const BenchOpsArgs& args) {
   }
   if (!args.json_file.empty() && args.json_file != "-")
     VIVACE_TRY(check_writable(args.json_file).at("--json"));
-  VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(args.device, 0));
+  VIVACE_TRY_ASSIGN(const engine::DeviceName name, engine::parse_device(args.device));
+  auto gpu = device::OwnedStream::create(name.ordinal);
+  if (!gpu.ok()) return gpu.status().at(fmt::format("--device is '{}'", args.device));
   Dispatch dispatch;
   if (!args.prefer.empty()) VIVACE_TRY(dispatch.prefer(args.prefer));
+  Stream stream = (*gpu)->stream();
+  stream.dispatch = &dispatch;
   ProgressLine line;
   options.progress = [&](size_t done, size_t total, const bench::OpWorkload& next) {
     line.update(static_cast<double>(done) / static_cast<double>(total),
@@ -62,8 +67,7 @@ Status run_bench(const BenchOpsArgs& args) {
     line.finish();
     if (table_shown) write_out(table.add(result));
   };
-  const std::vector<bench::OpResult> results =
-      bench::run_workloads(args.workloads, options, compute->stream(&dispatch));
+  const std::vector<bench::OpResult> results = bench::run_workloads(args.workloads, options, stream);
   line.finish();
   if (table_shown) {
     write_out(table.end());

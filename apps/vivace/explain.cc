@@ -7,6 +7,7 @@
 #include <string>
 
 #include "apps/vivace/output.h"
+#include "src/core/dispatch.h"
 #include "src/engine/check_options.h"
 #include "src/engine/compute.h"
 #include "src/engine/decode_bucket.h"
@@ -98,7 +99,7 @@ std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op
     if (ran == info.rows.end()) return reasons;
     for (auto before = info.rows.begin(); before != ran; ++before) {
       std::string reason;
-      if (!preferred.empty()) {
+      if (!preferred.empty() && !internal::names_row(preferred, before->name)) {
         reason = fmt::format("--prefer asks for {}", preferred);
       } else if (before->device != ran->device) {
         reason = fmt::format("runs on {}", name_of(before->device));
@@ -141,7 +142,12 @@ Status add_reasons(std::vector<bench::RowUse>& rows, const std::vector<model::Op
       }
     }
     if (!covered || !preferences.preferred(use.op).empty()) {
-      for (Refusal& r : table_reasons(preferences, use.op, use.row)) use.refused.push_back(std::move(r));
+      // A row that the preference names was tried (linear=cpu names two): its calls said why not.
+      const std::vector<Refusal> tried = use.refused;
+      for (Refusal& r : table_reasons(preferences, use.op, use.row)) {
+        if (std::ranges::find(tried, r.row, &Refusal::row) == tried.end())
+          use.refused.push_back(std::move(r));
+      }
     }
   }
   return {};

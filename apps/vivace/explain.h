@@ -22,8 +22,8 @@ Result<std::vector<model::OpUse>> explain_model(const EngineOptions& options,
 std::vector<model::OpUse> explain_decodes(model::Model& model, const std::vector<int64_t>& batches,
                                           const Stream& stream);
 
-/// Why a row of `op` may run only after those before it in its table: what they need. For calls that
-/// explain_model() does not cover.
+/// Why a row of `op` may run only after those before it in its table: what they need, or that --prefer does not name
+/// them. For what explain_model() does not cover.
 std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op, std::string_view row);
 
 /// Calls per row since `before`.

@@ -11,6 +11,7 @@
 #include "apps/vivace/model_files.h"
 #include "apps/vivace/output.h"
 #include "src/core/error.h"
+#include "src/core/rename.h"
 #include "src/model/chat_template.h"
 
 namespace vivace::cli {
@@ -89,6 +90,11 @@ Result<Prompt> make_prompt(const GenerateArgs& args) {
   return prompt;
 }
 
+/// The flag that the prompt came from.
+std::string prompt_flag(const GenerateArgs& args) {
+  return !args.prompt_ids.empty() ? "--prompt-ids" : args.chat ? "--chat" : "--prompt";
+}
+
 /// What was generated, with times.
 struct Generated {
   std::vector<TokenEvent> tokens;
@@ -107,10 +113,12 @@ Result<Generated> generate(const GenerateArgs& args, Engine& engine, const std::
   request.ignore_eos = args.ignore_eos;
   const auto queue = std::make_shared<EventQueue>();
   const auto start = Clock::now();
-  VIVACE_TRY_ASSIGN(const RequestId id, engine.submit(std::move(request), [queue](const TokenEvent& event) {
-    queue->push(event);
-  }));
-  static_cast<void>(id);
+  const Result<RequestId> id =
+      engine.submit(std::move(request), [queue](const TokenEvent& event) { queue->push(event); });
+  if (!id.ok()) {
+    const std::pair<std::string_view, std::string> flag = {"prompt_ids", prompt_flag(args)};
+    return Status(id.status().code(), renamed(id.status().message(), {&flag, 1}));
+  }
   Generated out;
   while (out.finish == FinishReason::none) {
     TokenEvent event = queue->pop();

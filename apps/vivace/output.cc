@@ -35,11 +35,11 @@ std::string in_flags(std::string_view message) {
       {"kv_dtype", "--kv-dtype"},           {"router_mode", "--router-mode"},
       {"max_model_len", "--max-model-len"}, {"max_batch", "--max-batch"},
       {"token_budget", "--token-budget"},   {"page_tokens", "--page-tokens"},
-      {"kv_memory_bytes", "--kv-memory"},   {"prompt_ids", "the prompt"},
+      {"kv_memory_bytes", "--kv-memory"},   {"logit_bias", "--logit-bias"},
       {"max_tokens", "--max-tokens"},
   };
   std::string text = renamed(message, kFlags);
-  for (const std::string_view option : {"threads", "device"}) {
+  for (const std::string_view option : {"threads", "device", "window"}) {
     for (const std::string& before : {std::string(), std::string("engine: ")}) {
       const std::string start = fmt::format("{}{} is ", before, option);
       if (text.starts_with(start)) text.insert(before.size(), "--");
@@ -49,7 +49,7 @@ std::string in_flags(std::string_view message) {
 }
 
 int fail(const Status& status) {
-  std::fprintf(stderr, "vivace: %s\n", in_flags(status.message()).c_str());
+  std::fprintf(stderr, "vivace: %s\n", visible(in_flags(status.message())).c_str());
   return kFailure;
 }
 

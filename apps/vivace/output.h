@@ -19,7 +19,7 @@ void print_json(const nlohmann::ordered_json& json);
 std::string json_text(const nlohmann::ordered_json& json);
 /// A message of the engine with its options as the flags that the user types: max_batch as --max-batch.
 std::string in_flags(std::string_view message);
-/// "vivace: <message>", in_flags(), on standard error; returns the exit code.
+/// "vivace: <message>", in_flags() and visible(), on standard error; returns the exit code.
 int fail(const Status& status);
 /// A line on standard error.
 void note(const std::string& text);

@@ -46,8 +46,8 @@ Result<std::vector<int32_t>> calibration_ids(const QuantizeArgs& args, const Mod
 }
 
 /// The activations of the model on the calibration text.
-Result<model::Calibration> calibration_of(const QuantizeArgs& args, const Stream& stream) {
-  VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(args.model));
+Result<model::Calibration> calibration_of(const QuantizeArgs& args, const ModelFiles& files,
+                                          const Stream& stream) {
   VIVACE_TRY_ASSIGN(const std::vector<int32_t> ids, calibration_ids(args, files));
   const model::ModelConfig& config = files.checkpoint->config();
   ProgressLine line;
@@ -72,12 +72,14 @@ Result<Outcome> run_quantize(const QuantizeArgs& args) {
   options.format =
       args.scheme == "block128" ? model::WeightFormat::fp8_block128 : model::WeightFormat::fp8_static;
   VIVACE_TRY(model::check_quantize_paths(args.model, args.out));
+  // Its tokenizer too, which is copied: the result must load.
+  VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(args.model));
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create("cpu", args.threads));
   const Stream stream = compute->stream(nullptr);
   Outcome outcome;
   model::Calibration calibration;
   if (!args.calibration_file.empty() || !args.calibration_ids.empty()) {
-    VIVACE_TRY_ASSIGN(calibration, calibration_of(args, stream));
+    VIVACE_TRY_ASSIGN(calibration, calibration_of(args, files, stream));
     options.calibration = &calibration;
     outcome.score = calibration.score;
   }
@@ -123,9 +125,9 @@ void print_table(const QuantizeArgs& args, const Outcome& outcome) {
                         outcome.score.perplexity);
   }
   if (r.unvisited_experts > 0) {
-    text += fmt::format(
-        "{} expert{} had no token in the calibration text; they take the largest range of their layer\n",
-        r.unvisited_experts, r.unvisited_experts == 1 ? "" : "s");
+    text +=
+        fmt::format("{} had no token in the calibration text: the largest range of the layer is taken\n",
+                    r.unvisited_experts == 1 ? "1 expert" : fmt::format("{} experts", r.unvisited_experts));
   }
   text += fmt::format("{}: {} file{} of weights\n", args.out, r.files, r.files == 1 ? "" : "s");
   write_out(text);

@@ -12,8 +12,10 @@ namespace {
 
 Status tokenize(const TokenizeArgs& args) {
   VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(args.model));
-  VIVACE_TRY(
-      need_tokenizer(files, args.model, "tokenize needs tokenizer.json beside config.json, or a GGUF file"));
+  VIVACE_TRY(need_tokenizer(files, args.model,
+                            files.checkpoint->synthetic()
+                                ? "random weights come without one; tokenize needs a model from files"
+                                : "tokenize needs tokenizer.json beside config.json, or a GGUF file"));
   const model::Tokenizer& tokenizer = *files.tokenizer;
   const auto special = args.parse_special ? model::SpecialTokens::parse : model::SpecialTokens::as_text;
   VIVACE_TRY_ASSIGN(const std::vector<int32_t> ids, tokenizer.encode(args.text, special));

@@ -73,8 +73,9 @@ Result<std::vector<PlannedRequest>> plan_workload(const WorkloadOptions& options
   }
   const int64_t shortest = options.workload == Workload::uniform ? kUniformPrompt + kUniformOutput : 2;
   if (options.max_model_len < shortest) {
-    return invalid_argument("workload: {} needs a context of at least {} tokens, the model has {}",
-                            name_of(options.workload), shortest, options.max_model_len);
+    return invalid_argument(
+        "workload: max_model_len is {}, needs at least {}: the tokens of a request of '{}'",
+        options.max_model_len, shortest, name_of(options.workload));
   }
   Random random(options.seed);
   std::vector<PlannedRequest> plan;
@@ -84,10 +85,11 @@ Result<std::vector<PlannedRequest>> plan_workload(const WorkloadOptions& options
     PlannedRequest request;
     request.output_tokens = kUniformOutput;
     if (options.workload == Workload::mixed) {
-      request.output_tokens =
-          std::min(random.log_normal(kOutputMedian, kOutputSigma), options.max_model_len - 1);
-      prompt = std::min(random.log_normal(kPromptMedian, kPromptSigma),
-                        options.max_model_len - request.output_tokens);
+      const int64_t output = random.log_normal(kOutputMedian, kOutputSigma);
+      const int64_t drawn = random.log_normal(kPromptMedian, kPromptSigma);
+      request.output_tokens = std::min(output, options.max_model_len - 1);
+      prompt = std::min(drawn, options.max_model_len - request.output_tokens);
+      request.cut = prompt < drawn || request.output_tokens < output;
     }
     request.prompt_ids = make_prompt(options, prompt, random);
     request.seed = random.next();

@@ -21,6 +21,7 @@ struct PlannedRequest {
   int64_t output_tokens = 0;  ///< generated exactly, end tokens ignored
   double arrival_s = 0;       ///< open loop: when it is sent, counted from the start
   uint64_t seed = 0;          ///< of its sampling
+  bool cut = false;           ///< the drawn lengths do not fit into max_model_len
 };
 
 struct WorkloadOptions {
@@ -36,6 +37,7 @@ struct WorkloadOptions {
 
 /// The same options give the same plan on every machine.
 /// Mixed: prompts log-normal with median 96 and sigma 1.2, outputs log-normal with median 48 and sigma 0.8.
+/// Where the context is too short for an output the output is cut, then the prompt.
 /// Fails  invalid_argument: the context is too short for the workload, or there is neither text nor vocabulary.
 Result<std::vector<PlannedRequest>> plan_workload(const WorkloadOptions& options);
 

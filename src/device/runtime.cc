@@ -61,7 +61,7 @@ using internal::cuda_status;
 Status no_device(int ordinal) {
   std::string why;
   const int count = device_count(&why);
-  if (count == 0) return unsupported("cuda:{} is not available: {}; use --device cpu, or see `vivace doctor`", ordinal, why);
+  if (count == 0) return unsupported("cuda:{} is not available: {}; see `vivace doctor`", ordinal, why);
   return invalid_argument("cuda:{} does not exist, needs 0..{}", ordinal, count - 1);
 }
 
@@ -271,14 +271,14 @@ Status copy_to_host(void* destination, const void* source, int64_t bytes, const 
   return copy(destination, source, bytes, cudaMemcpyDeviceToHost, stream);
 }
 
-Status copy_rows_to_device(void* destination, int64_t destination_stride, const void* source, int64_t source_stride,
-                           int64_t row_bytes, int64_t rows, const Stream& stream) {
+Status copy_rows_to_device(void* destination, int64_t destination_stride, const void* source,
+                           int64_t source_stride, int64_t row_bytes, int64_t rows, const Stream& stream) {
   if (row_bytes == 0 || rows == 0) return {};
   const DeviceGuard guard(stream.ordinal);
   return cuda_status(
-      cudaMemcpy2DAsync(destination, static_cast<size_t>(destination_stride), source, static_cast<size_t>(source_stride),
-                        static_cast<size_t>(row_bytes), static_cast<size_t>(rows), cudaMemcpyHostToDevice,
-                        cuda_stream(stream)),
+      cudaMemcpy2DAsync(destination, static_cast<size_t>(destination_stride), source,
+                        static_cast<size_t>(source_stride), static_cast<size_t>(row_bytes),
+                        static_cast<size_t>(rows), cudaMemcpyHostToDevice, cuda_stream(stream)),
       fmt::format("copying {} rows of {} bytes", rows, row_bytes));
 }
 

@@ -29,7 +29,7 @@ Status check_options(const EngineOptions& options) {
   if (options.token_budget < options.max_batch) {
     return invalid_argument(
         "engine: token_budget is {}, needs at least max_batch = {} (every running request gets a token per "
-        "step)",
+        "step): raise token_budget or lower max_batch",
         options.token_budget, options.max_batch);
   }
   if (options.page_tokens < 1 || options.page_tokens > 256 ||

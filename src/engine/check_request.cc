@@ -76,14 +76,14 @@ Result<int64_t> check_request(const Request& request, int64_t vocab, int64_t max
     return invalid_argument("request: max_tokens is {}, needs at least 0", *request.max_tokens);
   if (room < 1)
     return invalid_argument(
-        "request: prompt_ids has {} tokens, which leaves no room for an answer: the "
+        "request: prompt_ids has {} token{}, which leaves no room for an answer: the "
         "context holds {} tokens, prompt and answer together",
-        prompt, max_model_len);
+        prompt, prompt == 1 ? "" : "s", max_model_len);
   if (request.max_tokens && *request.max_tokens > room)
     return invalid_argument(
-        "request: prompt_ids has {} tokens and max_tokens is {}: the context holds {} "
+        "request: prompt_ids has {} token{} and max_tokens is {}: the context holds {} "
         "tokens, which leaves {} for the answer",
-        prompt, *request.max_tokens, max_model_len, room);
+        prompt, prompt == 1 ? "" : "s", *request.max_tokens, max_model_len, room);
   const int64_t max_tokens = request.max_tokens.value_or(room);
   if (request.min_tokens < 0 || request.min_tokens > max_tokens)
     return invalid_argument("request: min_tokens is {}, needs 0..{} (max_tokens)", request.min_tokens,

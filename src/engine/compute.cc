@@ -31,7 +31,11 @@ Result<std::unique_ptr<Compute>> Compute::create(std::string_view device, int th
   VIVACE_TRY_ASSIGN(compute->device_, parse_device(device));
   if (compute->device_.device == Device::cuda) {
     auto stream = device::OwnedStream::create(compute->device_.ordinal);
-    if (!stream.ok()) return stream.status().at(fmt::format("device is '{}'", device));
+    if (!stream.ok()) {
+      const Status why = stream.status().at(fmt::format("device is '{}'", device));
+      if (why.code() != Code::unsupported) return why;
+      return Status(why.code(), why.message() + "; models from files run with --device cpu too");
+    }
     compute->stream_ = std::move(*stream);
     return compute;
   }

@@ -90,7 +90,7 @@ class Loader {
     for (const SafetensorsEntry& entry : *entries) {
       if (!listed.empty() && !listed.contains(entry.name)) continue;
       ++found;
-      VIVACE_TRY(add(entry).at(path));
+      VIVACE_TRY(add(entry, path).at(path));
     }
     if (!listed.empty() && found != listed.size()) return missing_from(path, *entries, listed);
     checkpoint_.files.push_back(std::move(file));
@@ -103,7 +103,7 @@ class Loader {
   }
 
  private:
-  Status add(const SafetensorsEntry& entry) {
+  Status add(const SafetensorsEntry& entry, const std::string& path) {
     VIVACE_TRY_ASSIGN(const HfName name, hf_tensor_name(checkpoint_.model_config, entry.name));
     mtp_tensors_ += name.use == HfName::Use::mtp_layer;
     if (name.use != HfName::Use::keep) return {};
@@ -111,7 +111,7 @@ class Loader {
     if (const Result<Tensor> tensor = to_tensor(entry); tensor.ok()) {
       stored.tensor = *tensor;
     } else {
-      stored.refusal = tensor.status();
+      stored.refusal = tensor.status().at(path);
     }
     return checkpoint_.add(name.canonical, entry.name, std::move(stored));
   }

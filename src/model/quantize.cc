@@ -259,8 +259,9 @@ class Quantiser {
       : source_(source), out_(out), options_(options), stream_(stream) {}
 
   Status plan() {
-    for (const auto& entries : source_.entries) {
-      for (const SafetensorsEntry& entry : entries) VIVACE_TRY(plan_entry(source_.config, entry, units_));
+    for (size_t i = 0; i < source_.files.size(); ++i) {
+      for (const SafetensorsEntry& entry : source_.entries[i])
+        VIVACE_TRY(plan_entry(source_.config, entry, units_).at(source_.files[i]->path()));
     }
     if (options_.calibration != nullptr) {
       for (int64_t l = 0; l < source_.config.layers; ++l) units_.push_back({.layer = l});

@@ -79,7 +79,8 @@ ModelConfig hy3(int64_t ranks) {
 
 class SyntheticCheckpoint final : public Checkpoint {
  public:
-  SyntheticCheckpoint(std::string name, ModelConfig config) : name_(std::move(name)), config_(std::move(config)) {}
+  SyntheticCheckpoint(std::string name, ModelConfig config)
+      : name_(std::move(name)), config_(std::move(config)) {}
   const ModelConfig& config() const override { return config_; }
   const TokenizerSource& tokenizer() const override { return tokenizer_; }
   std::vector<std::string> tensor_names() const override { return {}; }
@@ -119,7 +120,8 @@ class Maker {
 
   Tensor random(DType dtype, std::initializer_list<int64_t> shape, double deviation, const char* what) {
     const Tensor tensor = make(dtype, shape, what);
-    if (status_.ok() && !only_shapes(stream_)) status_ = device::fill_normal(tensor, static_cast<float>(deviation), ++seed_, stream_);
+    if (status_.ok() && !only_shapes(stream_))
+      status_ = device::fill_normal(tensor, static_cast<float>(deviation), ++seed_, stream_);
     return tensor;
   }
   /// A matrix whose products with values of deviation 1 have this deviation, in bf16 whatever the format.
@@ -258,8 +260,10 @@ LayerWeights layer_of(Maker& maker, const ModelConfig& config, int64_t index) {
   if (config.architecture == Architecture::hy_v3) {
     layer.expert_bias = maker.random(DType::f32, {config.experts}, 0.01, "expert bias");
   }
-  layer.experts_gate_up = maker.stack(config.experts, 2 * config.moe_intermediate, hidden, "experts' gate and up projections");
-  layer.experts_down = maker.stack(config.experts, hidden, config.moe_intermediate, "experts' down projections");
+  layer.experts_gate_up =
+      maker.stack(config.experts, 2 * config.moe_intermediate, hidden, "experts' gate and up projections");
+  layer.experts_down =
+      maker.stack(config.experts, hidden, config.moe_intermediate, "experts' down projections");
   if (maker.fp8()) make_expert_scales(maker, config, layer);
   if (config.shared_experts > 0) {
     layer.shared = mlp_of(maker, config.shared_experts * config.moe_intermediate, hidden, nullptr);
@@ -311,19 +315,27 @@ Result<std::unique_ptr<Checkpoint>> open_synthetic(std::string_view path) {
     names += fmt::format("{}{}", names.empty() ? "" : ", ", model.name);
     if (model.name != name) continue;
     ModelConfig config = model.config;
+    std::vector<std::string_view> given;
     for (size_t at = comma; at < rest.size();) {
       const size_t end = std::min(rest.find(',', at + 1), rest.size());
-      VIVACE_TRY(apply_option(path, rest.substr(at + 1, end - at - 1), config));
+      const std::string_view option = rest.substr(at + 1, end - at - 1),
+                             key = option.substr(0, option.find('='));
+      if (std::ranges::find(given, key) != given.end())
+        return invalid_argument("{}: '{}' is given twice", path, key);
+      given.push_back(key);
+      VIVACE_TRY(apply_option(path, option, config));
       at = end;
     }
-    return std::unique_ptr<Checkpoint>(std::make_unique<SyntheticCheckpoint>(std::string(path), std::move(config)));
+    return std::unique_ptr<Checkpoint>(
+        std::make_unique<SyntheticCheckpoint>(std::string(path), std::move(config)));
   }
   return not_found("{}: there is no synthetic model '{}'; there are {}", path, name, names);
 }
 
 Result<Weights> synthetic_weights(const ModelConfig& config, const Stream& stream) {
   if (stream.device != Device::cuda) {
-    return unsupported("synthetic models are made on a GPU: use --device cuda");
+    return unsupported("device is '{}', needs cuda: random weights are made on a GPU",
+                       name_of(stream.device));
   }
   Weights weights;
   Maker maker(weights, config.weight_format, stream);
@@ -331,7 +343,8 @@ Result<Weights> synthetic_weights(const ModelConfig& config, const Stream& strea
   weights.norm = maker.ones(config.hidden);
   // Logits of deviation 4 are as peaked as a language model's.
   weights.lm_head = maker.plain(config.vocab, config.hidden, "output head", 4);
-  for (int64_t l = 0; l < config.layers && maker.status().ok(); ++l) weights.layers.push_back(layer_of(maker, config, l));
+  for (int64_t l = 0; l < config.layers && maker.status().ok(); ++l)
+    weights.layers.push_back(layer_of(maker, config, l));
   VIVACE_TRY(maker.status());
   if (!only_shapes(stream)) VIVACE_TRY(device::synchronize(stream));
   return weights;

@@ -115,8 +115,8 @@ class Binder {
     }
     if (count > 0) {
       fail(unsupported(
-          "weights: a {} model with this configuration has no place for tensor '{}' ({} such tensors)",
-          name_of(config.architecture), first.substr(0, 120), count));
+          "weights: a {} model with this configuration has no place for tensor '{}' ({} such tensor{})",
+          name_of(config.architecture), first.substr(0, 120), count, count == 1 ? "" : "s"));
     }
   }
 

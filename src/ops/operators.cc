@@ -25,9 +25,9 @@ namespace vivace {
 
 namespace {
 
-constexpr auto kTables =
-    std::tie(kRmsNorm, kLinear, kEmbedding, kAttentionPrologue, kAttentionPrefill, kAttentionDecode,
-             kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe, kGroupedGemm, kSiluMul, kQuantizeFp8, kSampler);
+constexpr auto kTables = std::tie(kRmsNorm, kLinear, kEmbedding, kAttentionPrologue, kAttentionPrefill,
+                                  kAttentionDecode, kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe,
+                                  kGroupedGemm, kSiluMul, kQuantizeFp8, kSampler);
 
 }  // namespace
 
@@ -40,6 +40,7 @@ const std::vector<OpInfo>& operators() {
 Dispatch::Dispatch() = default;
 
 Status Dispatch::prefer(std::string_view text) {
+  std::map<std::string, std::string, std::less<>> named;
   while (!text.empty()) {
     const size_t comma = text.find(',');
     const std::string_view item = text.substr(0, comma);
@@ -63,8 +64,13 @@ Status Dispatch::prefer(std::string_view text) {
       known += fmt::format("{}{}", known.empty() ? "" : ", ", candidate.name);
     }
     if (!found) return not_found("--prefer: {} has no row '{}'; it has {}", name, row, known);
-    preferences_[std::string(name)] = row;
+    const auto [first, is_first] = named.emplace(name, row);
+    if (!is_first) {
+      return invalid_argument("--prefer: {} is given twice, as '{}' and as '{}', needs one row or prefix",
+                              name, first->second, row);
+    }
   }
+  for (const auto& [name, row] : named) preferences_.insert_or_assign(name, row);
   return {};
 }
 

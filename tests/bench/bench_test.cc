@@ -116,6 +116,7 @@ TEST(Workload, MixedHasItsMediansAndStaysInTheContext) {
     in.push_back(static_cast<double>(r.prompt_ids.size()));
     out.push_back(static_cast<double>(r.output_tokens));
     EXPECT_LE(in.back() + out.back(), 512);
+    EXPECT_TRUE(!r.cut || in.back() + out.back() == 512) << in.back() << " + " << out.back();
     EXPECT_GE(in.back(), 1);
     EXPECT_GE(out.back(), 1);
     for (const int32_t id : r.prompt_ids) EXPECT_TRUE(id >= 0 && id < 1000);
@@ -123,6 +124,10 @@ TEST(Workload, MixedHasItsMediansAndStaysInTheContext) {
   // The standard error of a log-normal's median is about 1.25 sigma / sqrt(n) of it; five of those are allowed.
   EXPECT_NEAR(distribution_of(in).median, 96, 5 * 96 * 1.25 * 1.2 / std::sqrt(4001));
   EXPECT_NEAR(distribution_of(out).median, 48, 5 * 48 * 1.25 * 0.8 / std::sqrt(4001));
+  // ln(512 / 96) / 1.2 = 1.39 deviations: a twelfth of the prompts alone is longer.
+  EXPECT_GT(std::ranges::count(*plan, true, &PlannedRequest::cut), 4001 / 15);
+  options.max_model_len = 1 << 20;
+  EXPECT_EQ(std::ranges::count(*plan_workload(options), true, &PlannedRequest::cut), 0);
 }
 
 TEST(Workload, RepeatsWithItsSeedAndOnlyThen) {
@@ -162,8 +167,7 @@ TEST(Workload, RefusesWhatDoesNotFit) {
   options.max_model_len = 100;
   const auto plan = plan_workload(options);
   ASSERT_FALSE(plan.ok());
-  EXPECT_NE(plan.status().message().find("needs a context of at least 192 tokens, the model has 100"),
-            std::string::npos)
+  EXPECT_NE(plan.status().message().find("max_model_len is 100, needs at least 192"), std::string::npos)
       << plan.status().message();
   EXPECT_FALSE(workload_from_name("random").ok());
 }

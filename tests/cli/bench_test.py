@@ -102,9 +102,29 @@ class BenchServe(Case):
         run = self.ok("bench", "serve", "--model", HY3, "--requests", 1, "--kv-dtype", "fp8")
         self.assertEqual(run.err.count("have no scales"), 1)
 
+    def test_lengths_that_do_not_fit_are_said(self):
+        bench = ("bench", "serve", "--model", HY3, "--requests", 4, "--seed", 2, "--max-model-len")
+        self.assertIn("4 of 4 requests cut short: drawn longer than the 10 tokens of --max-model-len",
+                      self.ok(*bench, 10).err)
+        self.assertNotIn("cut short", self.ok(*bench, 4096).err)
+
+    def test_a_preference_of_two_rows_has_one_reason_each(self):
+        for command in (["serve", "--requests", 2], ["step", "--context", 16, "--steps", 5]):
+            rows = self.bench_rows(*command)
+            for row in rows:
+                names = [refusal["row"] for refusal in row["refused"]]
+                self.assertEqual(len(names), len(set(names)), row)
+                for refusal in row["refused"]:
+                    named = row["op"] == "linear" and refusal["row"].startswith("cpu.")
+                    self.assertFalse(named and "--prefer" in refusal["reason"], row)
+            self.assertIn("cpu.f32", {row["row"] for row in rows if row["op"] == "linear"})
+
+    def bench_rows(self, command, *args):
+        return self.ok("bench", command, "--model", QWEN, "--prefer", "linear=cpu", *args, "--json", "-").json["rows"]
+
     def test_failures_are_counted(self):
-        run = self.fails(1, "192", "bench", "serve", "--model", HY3, "--workload", "uniform", "--max-model-len", 100)
-        self.assertIn("100", run.err)
+        self.fails(1, "--max-model-len is 100, needs at least 192: ", "bench", "serve", "--model", HY3, "--workload",
+                   "uniform", "--max-model-len", 100)
         self.assertEqual(self.fails(1, "/nowhere", "bench", "serve", "--model", "/nowhere").out, b"")
 
 
@@ -136,8 +156,6 @@ class BenchStep(Case):
         self.fails(2, "--batch is 'x', needs an integer", "bench", "step", "--model", HY3, "--batch", "1,x")
         self.fails(2, "--steps is '4', needs an integer from 5", "bench", "step", "--model", HY3, "--steps", 4)
         self.fails(1, "--context is 9999999, needs at most 4096", "bench", "step", "--model", HY3, "--context", 9999999)
-        self.fails(1, "there is no synthetic model", "bench", "step", "--model", "synthetic:gpt", "--device", "cpu")
-
 
     def test_pages_that_do_not_fit_into_memory(self):
         pages = 4096 * 4096 // 16
@@ -209,6 +227,11 @@ class BenchOps(Case):
                 ("layer", "op=linear,quant=int4", "quant is 'int4', needs bf16, per_tensor or blockwise"),
                 ("layer", "op=linear,tokens=131072,n=1048576,k=131072", "GB, needs at most 128"),
                 ("layer", "op=route_top_k,experts=4,top_k=5", "top_k is 5, needs 1 to 4"),
+                ("layer", "op=attention_prologue,heads_q=1,heads_kv=2", "heads_q is 1, needs a multiple of heads_kv = 2"),
+                ("layer", "op=attention_prologue,head_dim=100", "head_dim is 100, needs a multiple of 8"),
+                ("layer", "op=attention_prologue,head_dim=512", "head_dim is 512, needs 8 to 256"),
+                ("layer", "op=rms_norm,hidden=50000", "hidden is 50000, needs 1 to 40960"),
+                ("layer", "op=silu_mul,intermediate=50000,y=fp8_block", "intermediate is 50000, needs 1 to 40960"),
                 ("attention_decode", "64x4K,page=3", "page is 3, needs a power of two from 1 to 256"),
                 ("attention_decode", "64x4K,heads_q=40,heads_kv=7", "heads_q is 40, needs a multiple of heads_kv = 7"),
                 ("attention_decode", "64x4K,head_dim=100", "head_dim is 100, needs a multiple of 8"),
@@ -231,15 +254,41 @@ class BenchOps(Case):
                 ("sampler", "full,batch", "'batch' is not FIELD=VALUE"),
                 ("sampler", "full,", "'' is not FIELD=VALUE"),
                 ("sampler", "", "'' is not NAME or FIELD=VALUE"),
-                ("roof", "read,size=1", "no field size in roof")]:
+                ("roof", "read,size=1", "no field size in roof, whose cases have none")]:
             with self.subTest(suite=suite, case=case):
                 run = self.fails(2, says, "bench", "ops", "--suite", suite, "--case", case, "--list")
                 self.assertIn(f"--case '{case}': ", run.err)
         self.fails(2, "--suite is 'moe', needs one of roof, attention_decode", "bench", "ops", "--suite", "moe", "--list")
-        self.fails(2, "no case called 'hy4'", "bench", "ops", "--case", "hy4", "--list")
+        run = self.fails(2, "no case called 'hy4'", "bench", "ops", "--case", "hy4", "--list")
+        self.assertIn("needs one of roof: read, copy, bf16, fp8; attention_decode: 64x0.5K, ", run.err)
+        self.assertIn("; layer: hy3\n", run.err)
+        run = self.fails(2, "there is no field a, needs roof: none; ", "bench", "ops", "--case", "a=1", "--list")
+        self.assertIn("needs roof: none; attention_decode: kv, heads_q, heads_kv, head_dim, page; attention_prefill: kv, ",
+                      run.err)
+        self.assertIn("; sampler: batch, vocab; layer: op, tokens, ", run.err)
+
+    def test_a_case_of_several_suites(self):
+        self.fails(2, "--case 'tokens=7': cases of fused_moe, layer can be changed to it, needs --suite", "bench", "ops",
+                   "--case", "tokens=7", "--list")
+        suites = {suite for suite, _, _ in self.cases("--case", "tokens=64")}
+        self.assertEqual(suites, {"fused_moe", "layer"}, "listed cases are taken from all")
+
+    def test_a_name_is_true(self):
+        for suite, case, name in [("grouped_gemm", "8x16,groups=9", "own"), ("grouped_gemm", "8x16,n=512", "8x16"),
+                                  ("router_gemm", "m=5,n=7,k=3,mode=exact", "own"), ("router_gemm", "hy3,m=5", "hy3"),
+                                  ("fused_moe", "hy3,tp=4,tokens=3", "hy3"), ("fused_moe", "hidden=512,tokens=3", "own"),
+                                  ("layer", "op=linear,n=7", "own"), ("layer", "op=linear,tokens=7", "hy3"),
+                                  ("sampler", "full,vocab=7", "full")]:
+            with self.subTest(suite=suite, case=case):
+                self.assertEqual([got for _, got, _ in self.cases("--suite", suite, "--case", case)], [name])
 
     def test_other_values(self):
         self.fails(2, "--device is 'cpu', needs cuda", "bench", "ops", "--device", "cpu")
+        self.fails(2, "--device is 'cuda:-1', needs cuda or cuda:N\n", "bench", "ops", "--device", "cuda:-1")
+        for flag in ("--json", "--targets"):
+            run = self.fails(2, " excludes ", "bench", "ops", "--list", flag, "x")
+            self.assertIn("--list", run.err)
+            self.assertIn(flag, run.err)
         self.fails(2, "--prefer", "bench", "ops", "--prefer", "linear")
         self.fails(2, "--json is '', needs a FILE", "bench", "ops", "--json", "")
         self.fails(1, "--targets: /nowhere", "bench", "ops", "--targets", "/nowhere")

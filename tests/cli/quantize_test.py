@@ -58,6 +58,9 @@ class Quantize(Case):
                 self.assertEqual(got[-1]["calibration"]["predictions"], 199)
             self.assertEqual(got[0]["calibration"], got[1]["calibration"])
             self.ok("generate", "--model", f"{out}0", "--prompt-ids", "1,2,3", "--max-tokens", 2)
+            file.write_text("1 " * 32)
+            self.assertRegex(self.ok(*base[:-2], "--out", f"{out}-one").text,
+                             r"\n\d+ experts? had no token in the calibration text: the largest range of the layer is taken\n")
             for text, says in [("1 2 512", "id 2 is '512', needs 0 to 511"), ("1,x", "id 1 is 'x'"), ("-1", "id 0 is '-1'"),
                                ("[1, 2, 3]", "has 3 tokens, needs at least 32")]:
                 file.write_text(text)
@@ -85,6 +88,26 @@ class Quantize(Case):
             self.assertGreater(attention["lost_share"], 0.05)
             self.assertIn(f"warning: {name}: its weights are off by 100 % in the mean", run.err)
             self.assertEqual(run.err.count("warning"), 1)
+
+    def test_a_tokenizer_that_would_not_load_is_not_copied(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model, out = pathlib.Path(folder) / "model", pathlib.Path(folder) / "out"
+            shutil.copytree(QWEN, model)
+            (model / "tokenizer.json").write_text("{}")
+            self.fails(1, str(model), "quantize", "--model", model, "--out", out, "--scheme", "block128")
+            self.assertFalse(out.exists())
+
+    def test_tensors_that_are_not_aligned_name_their_file(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = pathlib.Path(folder) / "model"
+            shutil.copytree(HY3, model)
+            file = model / "model.safetensors"
+            data = file.read_bytes()
+            header_bytes = int.from_bytes(data[:8], "little") + 1
+            file.write_bytes(header_bytes.to_bytes(8, "little") + data[8:7 + header_bytes] + b" " + data[7 + header_bytes:])
+            for command in [["generate", "--prompt-ids", "1"], ["quantize", "--out", f"{folder}/out", "--scheme", "block128"]]:
+                run = self.fails(1, "begins at an address that is not a multiple of", *command, "--model", model)
+                self.assertIn(f"{file}: safetensors: tensor '", run.err)
 
     def test_refusals(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,7 @@
 """Help, exit codes and what the program says about values that do not fit."""
 
+import pathlib
+import tempfile
 import unittest
 
 from vivace import Case, HY3, QWEN, main, vivace
@@ -37,8 +39,18 @@ class UsageErrors(Case):
         self.fails(2, "subcommand")
 
     def test_unknown_command_and_flag(self):
-        self.fails(2, "dance", "dance")
-        self.fails(2, "--tempo", *GENERATE, "--tempo", "1")
+        self.fails(2, "there is no command 'dance'; there are generate score", "dance")
+        self.fails(2, "vivace bench: there is no command 'dance'; there are step ops serve\n", "bench", "dance")
+        self.fails(2, "there is no command 'dance'; there are explain\n", "ops", "dance")
+        self.fails(2, "there is no option '--tempo'", *GENERATE, "--tempo", "1")
+        self.fails(2, "there is no option '--tempo'", "--tempo")
+        self.fails(2, "'fast' follows no option that takes it", *GENERATE, "fast")
+        self.fails(2, "'fast' follows no option that takes it", "generate", "fast")
+
+    def test_help_of_a_command_that_is_not_there(self):
+        self.fails(2, "there is no command 'serve'", "serve", "--help")
+        self.fails(2, "there is no command 'dance'", "bench", "dance", "--help")
+        self.fails(2, "there is no command 'extra'", "--version", "extra")
 
     def test_missing_model_and_prompt(self):
         self.fails(2, "--model is required", "generate", "--prompt", "x")
@@ -70,7 +82,7 @@ class UsageErrors(Case):
             "--token-budget": (["0"], "needs an integer from 1"),
             "--page-tokens": (["3", "0", "512"], "needs a power of two from 1 to 256"),
             "--kv-memory": (["0", "1T", "x", "99999999999G"], "needs a positive number of bytes"),
-            "--prefer": (["linear", "nothing=cpu", "linear=tpu"], "--prefer"),
+            "--prefer": (["linear", "nothing=cpu", "linear=tpu", "linear=reference,linear=cpu"], "--prefer"),
         }
         for flag, (values, needs) in wrong.items():
             for value in values:
@@ -100,7 +112,30 @@ class UsageErrors(Case):
         explain = ["ops", "explain", "--model", HY3]
         self.fails(2, "--batch is 65, needs at most --max-batch = 64", *explain, "--batch", 65)
         self.ok(*explain, "--batch", 65, "--max-batch", 65)
-        self.fails(1, "--token-budget is 8, needs at least --max-batch = 64", *explain, "--token-budget", 8)
+        self.fails(2, "--token-budget is 8, needs at least --max-batch = 64", *explain, "--token-budget", 8)
+
+    def test_options_that_do_not_fit_each_other(self):
+        for command in [GENERATE, ["bench", "serve", "--model", HY3], ["ops", "explain", "--model", HY3]]:
+            run = self.fails(2, "--token-budget is 512, needs at least --max-batch = 4096", *command, "--max-batch", 4096)
+            self.assertIn("raise --token-budget or lower --max-batch", run.err)
+            self.fails(2, "--kv-dtype is 'f32', needs auto, bf16 or fp8: --device is cuda", *command, "--device", "cuda",
+                       "--kv-dtype", "f32")
+
+    def test_a_preference_is_given_once(self):
+        self.fails(2, "--prefer: linear is given twice, as 'reference' and as 'cpu'", *GENERATE, "--prefer",
+                   "linear=reference,linear=cpu")
+
+    def test_synthetic_models(self):
+        for command in ["generate", "score", "bench serve", "bench step", "ops explain", "doctor"]:
+            self.assertIn("synthetic:NAME[,layers=N]", self.ok(*command.split(), "--help").text, command)
+        for command in [["ops", "explain"], ["bench", "step"], ["generate", "--prompt-ids", "1"]]:
+            self.fails(2, "--model is 'synthetic:hy3', needs --device cuda: ", *command, "--model", "synthetic:hy3")
+            command = [*command, "--device", "cuda", "--model"]
+            self.fails(2, "there is no synthetic model 'gpt'; there are hy3, ", *command, "synthetic:gpt")
+            self.fails(2, "'layers=0' needs layers=N with N from 1 to 32", *command, "synthetic:llama3-8b,layers=0")
+            self.fails(2, "'layers' is given twice", *command, "synthetic:hy3,layers=2,layers=3")
+        self.fails(1, "random weights come without one; tokenize needs a model from files", "tokenize", "--model",
+                   "synthetic:hy3", "--text", "x")
 
     def test_help_has_the_limits(self):
         text = self.ok("bench", "serve", "--help").text
@@ -111,6 +146,9 @@ class UsageErrors(Case):
         self.ok(*GENERATE, "--dtype", "f32", "--max-tokens", 1)
         self.fails(2, "--dtype is 'bf16', needs auto or f32", *GENERATE, "--dtype", "bf16")
         self.fails(2, "--dtype is 'f32', needs auto or bf16", *GENERATE, "--dtype", "f32", "--device", "cuda:1")
+
+    def test_a_flag_is_given_once(self):
+        self.fails(2, "--model is given 2 times, needs one value", *GENERATE, "--model", QWEN)
 
     def test_a_flag_is_named_once(self):
         for flag, value in [("--stop", ""), ("--logit-bias", "5"), ("--threads", "0"), ("--top-p", "2")]:
@@ -164,14 +202,35 @@ class Failures(Case):
     def test_the_engine_names_flags(self):
         for flags, says in [(["--max-model-len", "99999999"], "--max-model-len is 99999999, needs at most"),
                             (["--kv-memory", "1"], "--kv-memory is 1, needs at least"),
-                            (["--token-budget", "8"], "--token-budget is 8, needs at least --max-batch = 64"),
-                            (["--max-model-len", "16", "--max-tokens", "15"], "--max-tokens is 15: the context holds 16"),
+                            (["--max-model-len", "16", "--max-tokens", "15"],
+                             "--prompt-ids has 3 tokens and --max-tokens is 15: the context holds 16"),
+                            (["--logit-bias", "512=1"], "--logit-bias names token 512, needs a token id of 0..511"),
                             (["--device", "cuda"], "--device is 'cuda'")]:
             run = self.fails(1, says, *GENERATE, *flags)
             self.assertNotRegex(run.err, r"[a-z]_[a-z]")
 
     def test_id_outside_the_vocabulary(self):
-        self.fails(1, "999999", "generate", "--model", HY3, "--prompt-ids", "1,999999")
+        self.fails(1, "--prompt-ids[1] is 999999", "generate", "--model", HY3, "--prompt-ids", "1,999999")
+
+    def test_the_prompt_is_called_what_it_was_given_as(self):
+        short = ["--max-model-len", 8, "--max-tokens", 8]
+        self.fails(1, "--prompt-ids has 1 token and ", "generate", "--model", HY3, "--prompt-ids", "1", *short)
+        self.fails(1, "--prompt has ", "generate", "--model", QWEN, "--prompt", "one two", *short)
+
+    def test_no_gpu_and_no_way_around_that_is_none(self):
+        if self.ok("doctor", "--json").json["cuda"]["devices"]:
+            self.skipTest("this machine has a GPU")
+        self.fails(1, "models from files run with --device cpu too", *GENERATE, "--device", "cuda")
+        self.assertNotIn("--device cpu", self.fails(1, "--device is 'cuda'", "bench", "ops", "--suite", "roof").err)
+
+    def test_control_bytes_are_shown(self):
+        with tempfile.TemporaryDirectory() as folder:
+            ids = pathlib.Path(folder, "ids")
+            ids.write_bytes(b"1 2\x00\x1b[31m 3")
+            run = self.fails(1, r"id 1 is '2\x00\x1b', needs 0 to 511", "quantize", "--model", HY3, "--out", f"{folder}/out",
+                             "--scheme", "per-tensor", "--calibration-ids", ids)
+            self.assertTrue(run.err.endswith("\n"))
+        self.fails(2, r"there is no command '\x1b[31mred'", "\x1b[31mred")
 
     def test_prompt_beyond_the_context(self):
         run = self.fails(1, "16", *GENERATE, "--max-model-len", "16", "--max-tokens", "14")

@@ -682,7 +682,7 @@ TEST_P(EngineDepths, RefusesOptionsThatCannotWork) {
   EXPECT_EQ(
       refusal({.max_batch = 64, .token_budget = 63}),
       "engine: token_budget is 63, needs at least max_batch = 64 (every running request gets a token per "
-      "step)");
+      "step): raise token_budget or lower max_batch");
   EXPECT_EQ(refusal({.max_waiting = 0}), "engine: max_waiting is 0, needs 1..9223372036854775807");
   EXPECT_EQ(refusal({.max_model_len = -5}), "engine: max_model_len is -5, needs 0..2147483647");
   EXPECT_EQ(refusal({.threads = 1025}), "engine: threads is 1025, needs 0 (every usable core) to 1024");

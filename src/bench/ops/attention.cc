@@ -41,13 +41,7 @@ int64_t sets_of(const Shape& shape) {
 
 Result<Shape> shape_of(const OpWorkload& w, bool prefill) {
   const int64_t heads_q = w.number("heads_q"), heads_kv = w.number("heads_kv"), page = w.number("page");
-  VIVACE_TRY(check_field(w, "heads_q", 1, 1024));
-  VIVACE_TRY(check_field(w, "heads_kv", 1, 1024));
-  if (heads_q % heads_kv != 0) {
-    return refuse_field(w, "heads_q", fmt::format("a multiple of heads_kv = {}", heads_kv));
-  }
-  VIVACE_TRY(check_field(w, "head_dim", 8, 256));
-  if (w.number("head_dim") % 8 != 0) return refuse_field(w, "head_dim", "a multiple of 8");
+  VIVACE_TRY(check_heads(w));
   if (page < 1 || page > 256 || !std::has_single_bit(static_cast<uint64_t>(page))) {
     return refuse_field(w, "page", "a power of two from 1 to 256");
   }

@@ -243,6 +243,6 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
 
 const OpSuite kFusedMoeSuite = {
     "fused_moe", "the routed experts of a layer, uniform routing", workloads, check, prepare, nullptr,
-    follow};
+    follow,      {"experts", "top_k", "hidden", "intermediate"}};
 
 }  // namespace vivace::bench

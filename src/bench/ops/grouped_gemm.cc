@@ -202,6 +202,7 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
 
 const OpSuite kGroupedGemmSuite = {"grouped_gemm", "matrices of experts after tokens were sorted by expert",
                                    workloads,      check,
-                                   prepare,        libraries};
+                                   prepare,        libraries,
+                                   nullptr,        {"groups", "rows"}};
 
 }  // namespace vivace::bench

@@ -289,8 +289,16 @@ Status check_set(const OpWorkload& w, double bytes) {
   return check_memory(w, 2 * bytes);
 }
 
+/// What a row takes of a fact at most, if that is less.
+int64_t least(int64_t most, std::span<const Need> needs, std::string_view fact) {
+  for (const Need& need : needs) {
+    if (need.fact == fact && need.kind == Need::at_most) most = std::min(most, need.value);
+  }
+  return most;
+}
+
 Status check_rms_norm(const OpWorkload& w) {
-  VIVACE_TRY(check_field(w, "hidden", 1, kMostWidth));
+  VIVACE_TRY(check_field(w, "hidden", 1, least(kMostWidth, kRmsNormCudaNeeds, "hidden")));
   VIVACE_TRY(output_type_of(w).status());
   return check_set(w, elements(w, {"tokens", "hidden"}) * (2 + 4 + 2));
 }
@@ -323,8 +331,10 @@ Status prepare_rms_norm(const OpWorkload& w, PreparedCalls& calls, const Stream&
 }
 
 Status check_silu_mul(const OpWorkload& w) {
-  VIVACE_TRY(check_field(w, "intermediate", 1, kMostWidth));
-  VIVACE_TRY(output_type_of(w).status());
+  VIVACE_TRY_ASSIGN(const OutputType y, output_type_of(w));
+  const bool quantised = y.dtype == DType::fp8_e4m3;
+  VIVACE_TRY(check_field(w, "intermediate", 1,
+                         quantised ? least(kMostWidth, kSiluMulCudaNeeds, "quantised_width") : kMostWidth));
   return check_set(w, elements(w, {"tokens", "intermediate"}) * (2 * 2 + 2));
 }
 
@@ -419,9 +429,7 @@ Status prepare_embedding(const OpWorkload& w, PreparedCalls& calls, const Stream
 }
 
 Status check_attention_prologue(const OpWorkload& w) {
-  VIVACE_TRY(check_field(w, "heads_q", 1, 1024));
-  VIVACE_TRY(check_field(w, "heads_kv", 1, 1024));
-  VIVACE_TRY(check_field(w, "head_dim", 2, kMaxHeadDim));
+  VIVACE_TRY(check_heads(w));
   VIVACE_TRY(choice_of(w, "kv", {"bf16", "fp8"}).status());
   const double q = elements(w, {"tokens", "heads_q", "head_dim"}),
                kv = 2 * elements(w, {"tokens", "heads_kv", "head_dim"});
@@ -690,8 +698,14 @@ std::vector<OpWorkload> workloads() {
 
 }  // namespace
 
-const OpSuite kLayerSuite = {"layer",
-                             "norms, activations, routing and projections around attention and the experts",
-                             workloads, check, prepare};
+const OpSuite kLayerSuite = {
+    "layer",
+    "norms, activations, routing and projections around attention and the experts",
+    workloads,
+    check,
+    prepare,
+    nullptr,
+    nullptr,
+    {"hidden", "intermediate", "vocab", "heads_q", "heads_kv", "head_dim", "experts", "top_k", "n", "k"}};
 
 }  // namespace vivace::bench

@@ -196,7 +196,9 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
 }  // namespace
 
 const OpSuite kRouterGemmSuite = {
-    "router_gemm", "bf16 activations times an fp32 or bf16 router weight, to fp32", workloads, check, prepare,
-    libraries};
+    "router_gemm", "bf16 activations times an fp32 or bf16 router weight, to fp32",
+    workloads,     check,
+    prepare,       libraries,
+    nullptr,       {"n", "k"}};
 
 }  // namespace vivace::bench

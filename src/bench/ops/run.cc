@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "src/core/error.h"
@@ -47,6 +48,23 @@ std::string listed_once(const Items& items, Text&& text_of) {
   return fmt::format("{}", fmt::join(seen, ", "));
 }
 
+/// Texts of cases, each once: "a, b" of one suite, "first: a, b; second: none" of several.
+template <class TextsOf>
+std::string listed_by_suite(const std::vector<OpWorkload>& cases, TextsOf&& texts_of) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> suites;
+  for (const OpWorkload& workload : cases) {
+    if (suites.empty() || suites.back().first != workload.suite) suites.push_back({workload.suite, {}});
+    std::ranges::move(texts_of(workload), std::back_inserter(suites.back().second));
+  }
+  std::string text;
+  for (const auto& [suite, texts] : suites) {
+    const std::string list = listed_once(texts, std::identity());
+    if (suites.size() > 1) text += fmt::format("{}{}: ", text.empty() ? "" : "; ", suite);
+    text += list.empty() ? "none" : list;
+  }
+  return text;
+}
+
 /// The cases that a filter may change: of its name, where it has one.
 Result<std::vector<OpWorkload>> cases_named(const std::vector<OpWorkload>& listed, const OpFilter& filter) {
   std::vector<OpWorkload> named;
@@ -62,7 +80,12 @@ Result<std::vector<OpWorkload>> cases_named(const std::vector<OpWorkload>& liste
   if (!named.empty()) return named;
   if (!no_lengths.ok() && std::ranges::all_of(listed, named_by_lengths)) return no_lengths;
   return not_found("there is no case called '{}', needs one of {}", filter.name,
-                   listed_once(listed, [](const OpWorkload& w) { return w.name; }));
+                   listed_by_suite(listed, [](const OpWorkload& w) { return std::vector{w.name}; }));
+}
+
+/// Of cases that stand suite by suite, one at least.
+bool several_suites(const std::vector<OpWorkload>& cases) {
+  return cases.front().suite != cases.back().suite;
 }
 
 /// Why none of the cases (there is one at least) can be changed in this field.
@@ -77,11 +100,16 @@ Status no_such_field(const std::vector<OpWorkload>& cases, const OpWorkload::Fie
   });
   if (!values.empty())
     return invalid_argument("{} is {}, needs {}", field.name, describe(field.value), values);
-  return not_found("there is no field {} in {}, needs {}", field.name,
-                   listed_once(cases, [](const OpWorkload& w) { return w.suite; }),
-                   listed_once(cases, [](const OpWorkload& w) {
-                     return listed_once(w.fields, [](const OpWorkload::Field& f) { return f.name; });
-                   }));
+  const std::string fields = listed_by_suite(cases, [](const OpWorkload& w) {
+    std::vector<std::string> names;
+    for (const OpWorkload::Field& f : w.fields) names.push_back(f.name);
+    return names;
+  });
+  if (several_suites(cases)) return not_found("there is no field {}, needs {}", field.name, fields);
+  const std::string& suite = cases.front().suite;
+  if (fields == "none")
+    return not_found("there is no field {} in {}, whose cases have none", field.name, suite);
+  return not_found("there is no field {} in {}, needs {}", field.name, suite, fields);
 }
 
 /// The listed case that shares most of the filter's fields, with the others in place of its own.
@@ -97,16 +125,25 @@ Result<OpWorkload> changed_case(const std::vector<OpWorkload>& listed, const OpF
     if (std::ranges::all_of(cases, lacks)) return no_such_field(cases, field);
     std::erase_if(cases, lacks);
   }
+  if (several_suites(cases)) {
+    return invalid_argument("cases of {} can be changed to it, needs --suite with one of them",
+                            listed_once(cases, [](const OpWorkload& w) { return w.suite; }));
+  }
   const auto shared = [&](const OpWorkload& candidate) {
     return std::ranges::count_if(filter.fields, [&](const auto& field) { return has(candidate, field); });
   };
   const OpWorkload& nearest = *std::ranges::max_element(cases, {}, shared);
   OpWorkload changed = nearest;
-  if (!filter.name.empty()) changed.name = filter.name;
+  if (named_by_lengths(nearest) && !filter.name.empty()) changed.name = filter.name;
   for (const OpWorkload::Field& field : filter.fields) {
     std::visit([&](const auto& value) { changed.with(field.name, value); }, field.value);
   }
   const OpSuite& suite = suite_of(changed);
+  const auto renames = [&](const OpWorkload::Field& field) {
+    return std::ranges::find(suite.name_fields, field.name) != suite.name_fields.end() &&
+           !has(nearest, field);
+  };
+  if (std::ranges::any_of(filter.fields, renames)) changed.name = "own";
   if (suite.follow != nullptr) VIVACE_TRY(suite.follow(changed, nearest, filter.fields));
   VIVACE_TRY(suite.check(changed));
   return changed;

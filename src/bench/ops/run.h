@@ -39,9 +39,9 @@ struct OpRunOptions {
 };
 
 /// The cases of these suites (none given: all) that a filter accepts (none given: all). A filter that accepts none makes
-/// one of its own from the nearest listed case. Needs no GPU.
+/// one of its own from the nearest listed case, called "own" where the name of that no longer holds. Needs no GPU.
 /// Fails  not_found: no such suite, case or field; the message lists what there is. invalid_argument: the case of its own
-/// does not pass its suite's check().
+/// does not pass its suite's check(), or several suites have cases that could be changed to it.
 Result<std::vector<OpWorkload>> select_workloads(const std::vector<std::string>& suites,
                                                  const std::vector<OpFilter>& filters);
 

@@ -38,6 +38,19 @@ Result<size_t> choice_of(const OpWorkload& workload, std::string_view field,
   return refuse_field(workload, field, needs);
 }
 
+Status check_heads(const OpWorkload& workload) {
+  constexpr int64_t kMostHeads = 1024;
+  VIVACE_TRY(check_field(workload, "heads_q", 1, kMostHeads));
+  VIVACE_TRY(check_field(workload, "heads_kv", 1, kMostHeads));
+  const int64_t heads_kv = workload.number("heads_kv");
+  if (workload.number("heads_q") % heads_kv != 0) {
+    return refuse_field(workload, "heads_q", fmt::format("a multiple of heads_kv = {}", heads_kv));
+  }
+  VIVACE_TRY(check_field(workload, "head_dim", 8, 256));
+  return workload.number("head_dim") % 8 == 0 ? Status()
+                                              : refuse_field(workload, "head_dim", "a multiple of 8");
+}
+
 Status check_memory(const OpWorkload& workload, double bytes) {
   constexpr double kMostBytes = 128e9;  // of an H200's 141
   if (bytes <= kMostBytes) return {};

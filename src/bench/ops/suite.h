@@ -15,7 +15,8 @@
 
 namespace vivace::bench {
 
-/// What one H200 sustains in microbenchmarks: the rates that floors are made of. `bench ops --suite roof` measures them.
+/// What one H200 reaches in microbenchmarks of one thing: the rates that floors are made of. `bench ops --suite roof`
+/// times a read, a copy and cuBLASLt's products beside them; products stay below.
 inline constexpr double kReadRate = 4.5e12, kBf16Rate = 890e12, kFp8Rate = 1700e12;
 
 /// The least time that bytes and operations allow.
@@ -57,6 +58,8 @@ struct OpSuite {
   /// After fields of a listed case were changed to `named`: brings the fields along that follow from those; null: none do.
   Status (*follow)(OpWorkload& changed, const OpWorkload& listed,
                    const std::vector<OpWorkload::Field>& named) = nullptr;
+  /// Fields whose listed values the name of a case stands for.
+  std::vector<std::string_view> name_fields = {};
 };
 
 std::span<const OpSuite> op_suites();

@@ -27,6 +27,8 @@ Status check_field(const OpWorkload& workload, std::string_view field, int64_t l
 /// invalid_argument unless the field is one of these; gives its place among them.
 Result<size_t> choice_of(const OpWorkload& workload, std::string_view field,
                          std::initializer_list<std::string_view> values);
+/// invalid_argument unless heads_q, heads_kv and head_dim are an attention's: heads_q a multiple of heads_kv, head_dim of 8.
+Status check_heads(const OpWorkload& workload);
 /// invalid_argument unless the workload's tensors, so many bytes in all, fit on one GPU.
 Status check_memory(const OpWorkload& workload, double bytes);
 /// An error about a field: "suite case: field is value, needs ...".
