@@ -777,9 +777,9 @@ std::string unknown_word(const CLI::App& app, const CLI::App& command) {
   if (word.starts_with('-')) return fmt::format("there is no option '{}'", word);
   const std::vector<const CLI::App*> commands = commands_of(command);
   if (commands.empty()) return fmt::format("'{}' follows no option that takes it", word);
-  std::string message = fmt::format("there is no command '{}'; there are", word);
-  for (const CLI::App* known : commands) message += " " + known->get_name();
-  return message;
+  std::string names;
+  for (const CLI::App* known : commands) names += (names.empty() ? "" : ", ") + known->get_name();
+  return fmt::format("there is no command '{}', only {}", word, names);
 }
 
 int usage_error(const std::string& path, const std::string& message) {

@@ -39,9 +39,9 @@ class UsageErrors(Case):
         self.fails(2, "subcommand")
 
     def test_unknown_command_and_flag(self):
-        self.fails(2, "there is no command 'dance'; there are generate score", "dance")
-        self.fails(2, "vivace bench: there is no command 'dance'; there are step ops serve\n", "bench", "dance")
-        self.fails(2, "there is no command 'dance'; there are explain\n", "ops", "dance")
+        self.fails(2, "there is no command 'dance', only generate, score", "dance")
+        self.fails(2, "vivace bench: there is no command 'dance', only step, ops, serve\n", "bench", "dance")
+        self.fails(2, "there is no command 'dance', only schedule, explain\n", "ops", "dance")
         self.fails(2, "there is no option '--tempo'", *GENERATE, "--tempo", "1")
         self.fails(2, "there is no option '--tempo'", "--tempo")
         self.fails(2, "'fast' follows no option that takes it", *GENERATE, "fast")
