@@ -76,7 +76,7 @@ Status run_bench(const BenchOpsArgs& args) {
     print_json(bench::json_of(results));
   }
   for (const bench::OpResult& result : results) {
-    if (result.library && result.failure.code() == Code::unsupported)
+    if (result.baseline && result.failure.code() == Code::unsupported)
       continue;  // the library cannot do this case
     if (!result.failure.ok()) return result.failure.at(result.workload.suite + " " + result.workload.name);
   }

@@ -13,11 +13,11 @@ OpWorkload router_case(std::string mode) {
   return w.with("m", 4).with("n", 192).with("k", 4096).with("mode", std::move(mode));
 }
 
-OpResult timed(std::string row, bool library) {
+OpResult timed(std::string row, bool baseline) {
   OpResult result;
   result.workload = router_case("exact");
   result.row = std::move(row);
-  result.library = library;
+  result.baseline = baseline;
   result.timing = {.median_us = 4, .p10_us = 3, .p90_us = 5};
   result.floor_us = 2;
   result.max_abs_error = 0.25;
@@ -77,9 +77,9 @@ TEST(BenchOps, JsonOfALibrary) {
     EXPECT_EQ(row["m"], 4);
   }
   EXPECT_EQ(rows[0]["row"], "cuda.mma");
-  EXPECT_FALSE(rows[0].contains("library"));
+  EXPECT_FALSE(rows[0].contains("baseline"));
   EXPECT_EQ(rows[1]["row"], "cublas_fp32");
-  EXPECT_EQ(rows[1]["library"], true);
+  EXPECT_EQ(rows[1]["baseline"], true);
   EXPECT_EQ(rows[1]["us"], 4);
   EXPECT_EQ(rows[1]["share_of_floor"], 0.5);
   EXPECT_EQ(rows[1]["max_abs_error"], 0.25);

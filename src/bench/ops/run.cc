@@ -233,7 +233,7 @@ std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, co
       OpResult& beside = results.emplace_back();
       beside.workload = workload;
       beside.row = row;
-      beside.library = true;
+      beside.baseline = true;
       const bool on = timed(beside, [&]() -> Result<PreparedOp*> {
         VIVACE_TRY_ASSIGN(library, ours->through_library(row, stream));
         return library.get();
@@ -253,7 +253,7 @@ Result<OpTargets> OpTargets::parse(std::string_view json_text) {
 }
 
 void OpTargets::apply(OpResult& result) const {
-  if (result.library) return;
+  if (result.baseline) return;
   const auto list = suites_->find(result.workload.suite);
   if (list == suites_->end() || !list->is_array()) return;
   const bool exact = result.workload.text("mode") == "exact";
@@ -280,7 +280,7 @@ Json json_of(const std::vector<OpResult>& results) {
       std::visit([&](const auto& value) { row[field.name] = value; }, field.value);
     }
     if (!result.row.empty()) row["row"] = result.row;
-    if (result.library) row["library"] = true;
+    if (result.baseline) row["baseline"] = true;
     if (!result.failure.ok()) {
       row["failure"] = result.failure.message();
       rows.push_back(std::move(row));

@@ -18,7 +18,7 @@ namespace vivace::bench {
 struct OpResult {
   OpWorkload workload;
   std::string row;
-  bool library = false;
+  bool baseline = false;  ///< a library beside our rows
   Timing timing;
   double floor_us = 0;
   double read_tb_s = 0, tflop_s = 0;  ///< what the floor's bytes and operations took place at
@@ -63,7 +63,7 @@ class OpTargets {
   std::shared_ptr<const nlohmann::ordered_json> suites_;
 };
 
-/// One object per result: suite, case, the workload's fields, row, library (true where the row is one's), us, p10_us,
+/// One object per result: suite, case, the workload's fields, row, baseline (true where the row is a library's), us, p10_us,
 /// p90_us, floor_us, share_of_floor, tb_s, tflop_s; max_abs_error, target_us and failure where there are any.
 nlohmann::ordered_json json_of(const std::vector<OpResult>& results);
 
