@@ -7,25 +7,93 @@
 
 #include "src/device/number.h"
 #include "src/device/reduce.h"
+#include "src/ops/sampler/row.h"
 
 namespace vivace::device::select {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kBlocksPerSm = 2;                              // so that one reads while the other chooses
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kBlocksPerSm = 4;                              // so that some read while others choose
 constexpr int kGroup = 8;                                    // neighbouring logits of one access of a lane
 constexpr int kBatch = 4;                                    // accesses that a lane has under way
 constexpr int kStep = 32 * kGroup, kChunk = kStep * kBatch;  // logits of a warp's access, and of its batch
 constexpr int kMostSegments = kThreads;                      // a thread per segment puts them together
-constexpr int kShortList = 2048;                             // tokens that fit the list
+constexpr int kPieceLanes = 4, kPieces = 32 / kPieceLanes;   // lanes whose logits share a note; notes of a segment
+constexpr int kMostNotes = 448;                              // that a threshold may rest on
+constexpr int kItems = 4, kShortList = kItems * kThreads;    // tokens of the list that are a thread's, and all
 constexpr int kFew = 128;                                    // tokens that are sorted by counting
-constexpr int kMostNotes = 384;  // notes that a threshold may rest on: with more the list would overflow
-constexpr int kWays = 8;         // of the search over a whole row
+constexpr int kWays = 8;                                     // of the search over a whole row
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 /// What one look leaves of each segment of a row.
 struct SegmentStats {
-  float max[kMostSegments];  // NaN when one was seen
-  float sum[kMostSegments];  // of weights below `max`
+  float max[kMostSegments];                 // NaN when one was seen
+  float sum[kMostSegments];                 // of weights below `max`
+  uint32_t notes[kMostSegments * kPieces];  // keys of the largest logits of its pieces
+};
+
+/// What bans and penalties do to the logits of a row; null where a row has none of a kind. It lies in
+/// shared memory: registers are for logits.
+struct Changes {
+  const uint32_t *allowed, *prompt;
+  const int32_t* counts;
+  float repetition, presence, frequency;
+
+  /// Whether a changed logit may be the larger.
+  __device__ __forceinline__ bool raise() const {
+    return repetition < 1.f || presence < 0.f || frequency < 0.f;
+  }
+  /// Which of groups b at first + b * kStep are changed, a bit each: of group b in byte b.
+  template <int kCount>
+  __device__ __forceinline__ uint32_t touched(uint32_t first, uint32_t end) const {
+    uint32_t bits = 0;
+    const auto add = [&](int b, auto&& bits_of_group) {
+      const uint32_t at = first + b * kStep;
+      if (at >= end) return;
+      const uint32_t group = bits_of_group(at);
+      bits |= (at + kGroup <= end ? group : group & ((1u << (end - at)) - 1)) << (kGroup * b);
+    };
+    const auto byte_of = [](const uint32_t* of, uint32_t at) {
+      return uint32_t{reinterpret_cast<const uint8_t*>(of)[at / kGroup]};
+    };
+    if (prompt != nullptr) {
+#pragma unroll
+      for (int b = 0; b < kCount; ++b) add(b, [&](uint32_t at) { return byte_of(prompt, at); });
+    }
+    if (allowed != nullptr) {
+#pragma unroll
+      for (int b = 0; b < kCount; ++b) add(b, [&](uint32_t at) { return byte_of(allowed, at) ^ 0xffu; });
+    }
+    if (counts != nullptr) {
+#pragma unroll 1
+      for (int b = 0; b < kCount; ++b) add(b, [&](uint32_t at) { return counted(at, end); });
+    }
+    return bits;
+  }
+  /// The logit `v` of token `id`, which is touched: unless it is banned or was drawn, it is of the prompt.
+  __device__ __forceinline__ float of(float v, uint32_t id) const {
+    if (allowed != nullptr && (allowed[id / 32] >> (id % 32) & 1) == 0) return -INFINITY;
+    SampleParams penalties;
+    penalties.repetition_penalty = repetition;
+    penalties.presence_penalty = presence;
+    penalties.frequency_penalty = frequency;
+    return penalised_logit(v, penalties, counts != nullptr ? counts[id] : 0, true);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t counted(uint32_t at, uint32_t end) const {
+    uint32_t bits = 0;
+    if (reinterpret_cast<uintptr_t>(counts) % sizeof(int4) == 0 && at + kGroup <= end) {
+      const int4 a = reinterpret_cast<const int4*>(counts + at)[0];
+      const int4 b = reinterpret_cast<const int4*>(counts + at)[1];
+      const int count[kGroup] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) bits |= (count[j] > 0 ? 1u : 0u) << j;
+    } else {
+#pragma unroll 1
+      for (uint32_t j = 0; j < kGroup && at + j < end; ++j) bits |= (counts[at + j] > 0 ? 1u : 0u) << j;
+    }
+    return bits;
+  }
 };
 
 struct Shared {
@@ -34,9 +102,10 @@ struct Shared {
     double sums[kMostSegments];  // of segments, while there is no list
   };
   SegmentStats given, drawn;
-  float given_notes[kThreads], drawn_notes[kThreads];  // for another block of the row
+  Changes changes;
+  uint16_t hits[kMostSegments * kPieces];  // pieces to be read again
   double doubles[kWays - 1][kWarps];
-  float floats[kWarps];
+  float floats[2][kWarps];
   int ints[kWarps];
   int count, found;
 };
@@ -56,11 +125,20 @@ __device__ __forceinline__ double warp_sum(double v) {
   return v;
 }
 
+/// The larger; a NaN wins.
+struct MaxOrNan {
+  __device__ __forceinline__ float operator()(float a, float b) const {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+  }
+};
+
 __device__ __forceinline__ float block_max(float v, Shared& s) {
-  v = warp_reduce<Max>(v);
-  if (lane_id() == 0) s.floats[warp_id()] = v;
+  v = warp_reduce<MaxOrNan>(v);
+  if (lane_id() == 0) s.floats[0][warp_id()] = v;
   __syncthreads();
-  v = warp_reduce<Max>(s.floats[lane_id() % kWarps]);
+  v = warp_reduce<MaxOrNan, kWarps>(s.floats[0][lane_id() % kWarps]);
   __syncthreads();
   return v;
 }
@@ -70,6 +148,15 @@ __device__ __forceinline__ int block_min(int v, Shared& s) {
   if (lane_id() == 0) s.ints[warp_id()] = v;
   __syncthreads();
   v = __reduce_min_sync(kAllLanes, s.ints[lane_id() % kWarps]);
+  __syncthreads();
+  return v;
+}
+
+__device__ __forceinline__ int block_count(int v, Shared& s) {
+  v = __reduce_add_sync(kAllLanes, v);
+  if (lane_id() == 0) s.ints[warp_id()] = v;
+  __syncthreads();
+  v = __reduce_add_sync(kAllLanes, lane_id() < kWarps ? s.ints[lane_id()] : 0);
   __syncthreads();
   return v;
 }
@@ -118,7 +205,7 @@ __device__ __forceinline__ double sum_before(double v, double& total, Shared& s)
 
 // ---- logits
 
-/// A number that orders as the float does, -0 equal to 0; there is no NaN here.
+/// A number that orders as the float does, -0 equal to 0, NaN above all others.
 __device__ __forceinline__ uint32_t key_of(float v) {
   const uint32_t bits = __float_as_uint(v + 0.f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -158,45 +245,59 @@ struct Segments {
   }
 };
 
-/// The logits of a row: as given, or the changed copy, which is padded with -inf to whole groups. Places are 32-bit: a
-/// vocabulary is below 2^31, and registers are scarce.
+/// The logits of a row as they are drawn from: read as given, or from a copy that has its biases and is padded with -inf to
+/// whole groups, then changed at each look. Places are 32-bit: a vocabulary is below 2^31, and registers are scarce.
 template <class T>
 struct RowOfLogits {
   const T* given;
-  const float* changed;
+  const float* copy;
   uint32_t vocab;
-  bool wide;  // groups are aligned
+  bool whole;  // groups are aligned, and none is cut off by the end of the row
   Segments segments;
+  const Changes* changes;  // null: none
 
-  __device__ __forceinline__ float at(int64_t id) const {
-    return changed ? changed[id] : to_float(given[id]);
-  }
-
-  /// The group that begins at `begin`, a multiple of kGroup below vocab; -inf past the end.
-  __device__ __forceinline__ void load(uint32_t begin, float (&v)[kGroup]) const {
-    if (changed != nullptr) {
-      load_group(changed + begin, v);
-    } else if (wide && begin + kGroup <= vocab) {
-      load_group(given + begin, v);
+  /// Before changes: groups b at first + b * kStep, which a lane reads all at once; -inf from `end` on, a multiple of kStep
+  /// or the end of the row.
+  template <int kCount>
+  __device__ __forceinline__ void load_unchanged(uint32_t first, uint32_t end,
+                                                 float (&v)[kCount][kGroup]) const {
+    const uint32_t left = first < end ? end - first : 0;
+    if (copy != nullptr) {
+      load_from(copy + first, left, true, v);
     } else {
-#pragma unroll
-      for (int j = 0; j < kGroup; ++j) v[j] = begin + j < vocab ? to_float(given[begin + j]) : -INFINITY;
+      load_from(given + first, left, whole, v);
     }
   }
 
-  /// The chunk of a warp at `begin`: access b of a lane begins at begin + b * kStep + lane * kGroup; -inf from `end` on,
-  /// which is a multiple of kStep or the end of the row.
-  __device__ __forceinline__ void load_chunk(uint32_t begin, uint32_t end, float (&v)[kBatch][kGroup]) const {
+  /// Few logits are touched: one at a time, by one piece of code a group.
+  template <int kCount>
+  __device__ __forceinline__ void change(uint32_t first, uint32_t touched, float (&v)[kCount][kGroup]) const {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const uint32_t first = begin + b * kStep + lane_id() * kGroup;
-      if (first < end) {
-        load(first, v[b]);
-      } else {
+    for (int b = 0; b < kCount; ++b) {
+      for (uint32_t left = touched >> (kGroup * b) & 0xffu; left != 0; left &= left - 1) {
+        const int which = __ffs(left) - 1;
+        float one = v[b][0];
 #pragma unroll
-        for (int j = 0; j < kGroup; ++j) v[b][j] = -INFINITY;
+        for (int j = 1; j < kGroup; ++j) one = j == which ? v[b][j] : one;
+        one = changes->of(one, first + b * kStep + which);
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) v[b][j] = j == which ? one : v[b][j];
       }
     }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void load(uint32_t first, uint32_t end, float (&v)[kCount][kGroup]) const {
+    const uint32_t touched = changes != nullptr ? changes->touched<kCount>(first, end) : 0;
+    load_unchanged(first, end, v);
+    change(first, touched, v);
+  }
+
+  __device__ __forceinline__ float at(uint32_t id) const {
+    const float v = copy != nullptr ? copy[id] : to_float(given[id]);
+    if (changes == nullptr) return v;
+    const uint32_t group = id / kGroup * kGroup;
+    return changes->touched<1>(group, vocab) >> (id - group) & 1 ? changes->of(v, id) : v;
   }
 
   /// Where segment `i` ends.
@@ -204,67 +305,72 @@ struct RowOfLogits {
     return min((i + 1) * segments.length, vocab);
   }
 
-  /// body(logit, id) for the tokens of this thread, in the segments for which use(i) holds for all of the warp.
-  template <class Use, class Body>
-  __device__ __forceinline__ void for_each_in(Use&& use, Body&& body) const {
+  /// body(logit, id) for all tokens, those of this thread.
+  template <class Body>
+  __device__ __forceinline__ void for_each(Body&& body) const {
     for (int i = warp_id(); i < segments.count; i += kWarps) {
-      if (!use(i)) continue;
       const uint32_t end = end_of(i);
       for (uint32_t first = i * segments.length + lane_id() * kGroup; first < end; first += kStep) {
-        float v[kGroup];
-        load(first, v);
+        float v[1][kGroup];
+        load(first, end, v);
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
-          if (first + j < end) body(v[j], static_cast<int>(first + j));
+          if (first + j < end) body(v[0][j], static_cast<int>(first + j));
         }
       }
     }
   }
-  template <class Body>
-  __device__ __forceinline__ void for_each(Body&& body) const {
-    for_each_in([](int) { return true; }, body);
-  }
 
  private:
-  static __device__ __forceinline__ void load_group(const float* p, float (&v)[kGroup]) {
-    const float4 a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-  }
-  static __device__ __forceinline__ void load_group(const bf16* p, float (&v)[kGroup]) {
-    load_floats(p, v);
+  /// All accesses are under way before the first is looked at.
+  template <class From, int kCount>
+  static __device__ __forceinline__ void load_from(const From* from, uint32_t left, bool whole,
+                                                   float (&v)[kCount][kGroup]) {
+    if (whole && left > (kCount - 1) * kStep) {
+      constexpr int kParts = kGroup / kVec<From>;
+      Vec<From, kVec<From>> parts[kCount * kParts];
+#pragma unroll
+      for (int i = 0; i < kCount * kParts; ++i) {
+        parts[i] = reinterpret_cast<const Vec<From, kVec<From>>*>(from + i / kParts * kStep)[i % kParts];
+      }
+#pragma unroll
+      for (int i = 0; i < kCount * kGroup; ++i) {
+        v[i / kGroup][i % kGroup] = to_float(parts[i / kVec<From>].v[i % kVec<From>]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount * kGroup; ++i) {
+        const uint32_t at = i / kGroup * kStep + i % kGroup;
+        v[i / kGroup][i % kGroup] = at < left ? to_float(from[at]) : -INFINITY;
+      }
+    }
   }
 };
 
-__device__ __forceinline__ void store_group(const float (&v)[kGroup], float* p) {
-  reinterpret_cast<float4*>(p)[0] = make_float4(v[0], v[1], v[2], v[3]);
-  reinterpret_cast<float4*>(p)[1] = make_float4(v[4], v[5], v[6], v[7]);
-}
-
-/// The larger; a NaN wins.
-struct MaxOrNan {
-  __device__ __forceinline__ float operator()(float a, float b) const {
-    float c;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-  }
-};
+// ---- one look
 
 __device__ __forceinline__ float max_of(const float (&v)[kBatch][kGroup]) {
-  float max = v[0][0];
+  float max[kBatch];
 #pragma unroll
-  for (int i = 1; i < kBatch * kGroup; ++i) max = MaxOrNan{}(max, v[i / kGroup][i % kGroup]);
-  return max;
+  for (int b = 0; b < kBatch; ++b) {
+    max[b] = v[b][0];
+#pragma unroll
+    for (int j = 1; j < kGroup; ++j) max[b] = MaxOrNan{}(max[b], v[b][j]);
+  }
+  return MaxOrNan{}(MaxOrNan{}(max[0], max[1]), MaxOrNan{}(max[2], max[3]));
 }
 
 /// A segment while its warp looks at it.
 struct Running {
   float max = -INFINITY;  // of the warp
+  float own = -INFINITY;  // of this lane
   float sum = 0.f;        // of this lane
 
-  /// The next chunk, whose maximum over the warp is `chunk_max`; no sum is kept when `scale` is 0.
-  __device__ __forceinline__ void add(const float (&v)[kBatch][kGroup], float chunk_max, float scale) {
+  /// The next chunk; no sum is kept when `scale` is 0.
+  __device__ __forceinline__ void add(const float (&v)[kBatch][kGroup], float scale) {
     const float before = max;
-    max = MaxOrNan{}(max, chunk_max);
+    own = MaxOrNan{}(own, max_of(v));
+    max = value_of(__reduce_max_sync(kAllLanes, key_of(own)));  // the key of NaN is above all others
     if (!(scale > 0.f) || max == -INFINITY) return;
     if (max == INFINITY) {
       if (before != INFINITY) sum = 0.f;
@@ -274,55 +380,140 @@ struct Running {
     }
     if (before > -INFINITY) sum *= exp2_of((before - max) * scale);
 #pragma unroll
-    for (int i = 0; i < kBatch * kGroup; ++i) sum += exp2_of((v[i / kGroup][i % kGroup] - max) * scale);
+    for (int b = 0; b < kBatch; ++b) {
+      float group = 0.f;
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) group += exp2_of((v[b][j] - max) * scale);
+      sum += group;
+    }
   }
 
   __device__ __forceinline__ void store(SegmentStats& stats, int segment) const {
-    const float all = warp_reduce<Sum>(sum);
+    const float all = warp_reduce<Sum>(sum), piece = warp_reduce<MaxOrNan, kPieceLanes>(own);
+    if (lane_id() % kPieceLanes == 0) {
+      stats.notes[segment * kPieces + lane_id() / kPieceLanes] = key_of(piece);
+    }
     if (lane_id() == 0) stats.max[segment] = max, stats.sum[segment] = all;
   }
 };
 
-/// What a thread knows of the row: its segment, and the largest logit of those that lanes of its number looked at, a note.
-struct Seen {
-  float max = -INFINITY, sum = 0.f, note = -INFINITY;
-};
+/// Looks at the segments of one of `blocks` blocks; their sums are of weights at `scale`, none when it is 0.
+template <bool kChanged, class T>
+__device__ __forceinline__ void look(const RowOfLogits<T>& row, float scale, int block, int blocks,
+                                     SegmentStats& stats) {
+  for (int i = block * kWarps + warp_id(); i < row.segments.count; i += blocks * kWarps) {
+    const uint32_t end = row.end_of(i);
+    Running seen;
+    for (uint32_t begin = i * row.segments.length; begin < end; begin += kChunk) {
+      const uint32_t first = begin + lane_id() * kGroup;
+      float v[kBatch][kGroup];
+      if constexpr (kChanged) {
+        const uint32_t touched = row.changes->template touched<kBatch>(first, end);
+        row.load_unchanged(first, end, v);
+        const float unchanged = max_of(v);
+        row.change(first, touched, v);
+        if (unchanged != unchanged) v[0][0] = unchanged;  // no ban hides a NaN
+      } else {
+        row.load_unchanged(first, end, v);
+      }
+      seen.add(v, scale);
+    }
+    seen.store(stats, i);
+  }
+}
 
 struct RowBounds {
-  float max;
+  float max, least;  // of the row; of the maxima of its segments
   bool nan;
   double weight, before,
       total;  // of this thread's segment, of those before it, of all: against the row's maximum
 };
 
-__device__ __forceinline__ RowBounds combine(const Seen& seen, float scale, Shared& s) {
+__device__ __forceinline__ RowBounds combine(const SegmentStats& stats, int segments, float scale,
+                                             Shared& s) {
+  const int own = static_cast<int>(threadIdx.x);
+  const float max = own < segments ? stats.max[own] : -INFINITY;
+  const float most = warp_reduce<MaxOrNan>(max), least = warp_reduce<Max>(own < segments ? -max : -INFINITY);
+  if (lane_id() == 0) s.floats[0][warp_id()] = most, s.floats[1][warp_id()] = least;
+  __syncthreads();
   RowBounds row;
-  row.nan = __syncthreads_or(seen.max != seen.max) != 0;
-  row.max = block_max(seen.max, s);
+  row.max = warp_reduce<MaxOrNan, kWarps>(s.floats[0][lane_id() % kWarps]);
+  row.least = -warp_reduce<Max, kWarps>(s.floats[1][lane_id() % kWarps]);
+  row.nan = row.max != row.max;
   row.weight = row.before = row.total = 0;
   if (scale > 0.f) {
-    if (seen.max > -INFINITY) row.weight = double{seen.sum} * weight_of(seen.max, {row.max, scale});
+    if (max > -INFINITY) row.weight = double{stats.sum[own]} * weight_of(max, {row.max, scale});
     row.before = sum_before(row.weight, row.total, s);
+  } else {
+    __syncthreads();
   }
   return row;
 }
 
 // ---- the short list
 
-/// A threshold that at least `notes` threads have seen a logit at or above; -inf when not so many have seen one.
-__device__ __forceinline__ float threshold_of(float seen, int notes, float max, Shared& s) {
-  uint32_t low = key_of(-block_max(-seen, s)), high = key_of(max);  // all have seen the lowest note
-  while (low < high) {
-    const uint32_t middle = low + (high - low + 1) / 2;
-    const int count = __syncthreads_count(seen >= value_of(middle));
-    if (count < notes) {
-      high = middle - 1;
-      continue;
-    }
-    low = middle;
-    if (count <= notes + notes / 4) break;  // near enough
+/// A threshold that at least `wanted` pieces reach; -inf when not so many have a logit. Each warp counts for a value of its own.
+template <class T>
+__device__ __forceinline__ float threshold_of(const RowOfLogits<T>& row, const SegmentStats& stats, int wanted,
+                                              const RowBounds& bounds, Shared& s) {
+  const int notes = row.segments.count * kPieces;
+  uint32_t low = key_of(wanted <= row.segments.count ? bounds.least : -INFINITY), high = key_of(bounds.max);
+  for (bool near_enough = false; low < high && !near_enough;) {
+    const uint32_t step = (high - low + kWarps - 1) / kWarps;
+    const uint32_t middle = min(low + (warp_id() + 1) * step, high);
+    int count = 0;
+    for (int i = lane_id(); i < notes; i += 32) count += stats.notes[i] >= middle;
+    count = __reduce_add_sync(kAllLanes, count);
+    if (lane_id() == 0) s.ints[warp_id()] = count;
+    __syncthreads();
+    const int counts = s.ints[lane_id() % kWarps];
+    const int reached = __popc(__ballot_sync(kAllLanes, counts >= wanted) & ((1u << kWarps) - 1));
+    __syncthreads();
+    if (reached < kWarps) high = min(low + (reached + 1) * step - 1, high);
+    if (reached == 0) continue;
+    low = min(low + reached * step, high);
+    near_enough = __shfl_sync(kAllLanes, counts, reached - 1) <= wanted + wanted / 8 + 2;
   }
   return value_of(low);
+}
+
+/// body(logit, id) for the tokens with logit >= threshold, by whichever thread. Only pieces whose note reaches it are read
+/// again, by their number of lanes each.
+template <class T, class Body>
+__device__ __forceinline__ void for_each_from(const RowOfLogits<T>& row, const SegmentStats& stats,
+                                              float threshold, Body&& body, Shared& s) {
+  if (threadIdx.x == 0) s.found = 0;
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < row.segments.count * kPieces; i += kThreads) {
+    if (stats.notes[i] >= key_of(threshold)) s.hits[atomicAdd(&s.found, 1)] = static_cast<uint16_t>(i);
+  }
+  __syncthreads();
+  const int lane = static_cast<int>(threadIdx.x) % kPieceLanes, hits = s.found;
+  for (int h = static_cast<int>(threadIdx.x) / kPieceLanes; h < hits; h += kThreads / kPieceLanes) {
+    const int segment = s.hits[h] / kPieces, piece = s.hits[h] % kPieces;
+    const uint32_t end = row.end_of(segment);
+    for (uint32_t begin = segment * row.segments.length; begin < end; begin += kChunk) {
+      const uint32_t first = begin + (piece * kPieceLanes + lane) * kGroup;
+      float v[kBatch][kGroup];
+      uint32_t reach = 0;
+      if (row.changes != nullptr && row.changes->raise()) {
+        reach = row.changes->template touched<kBatch>(first, end);
+      }
+      row.load_unchanged(first, end, v);
+#pragma unroll
+      for (int i = 0; i < kBatch * kGroup; ++i) {
+        const bool inside = first + i / kGroup * kStep + i % kGroup < end;
+        reach |= (inside && v[i / kGroup][i % kGroup] >= threshold ? 1u : 0u) << i;
+      }
+      for (; reach != 0; reach &= reach - 1) {
+        const int i = __ffs(reach) - 1;
+        const uint32_t id = first + i / kGroup * kStep + i % kGroup;
+        const float logit = row.at(id);
+        if (logit >= threshold) body(logit, static_cast<int>(id));
+      }
+    }
+  }
+  __syncthreads();
 }
 
 /// Items order by falling logit, then by rising id.
@@ -334,19 +525,17 @@ __device__ __forceinline__ float logit_of(uint64_t falling) {
 }
 
 /// Lists the tokens with logit >= threshold, in any order, -inf only if asked; returns how many there are, which may be more
-/// than the list holds. Segments whose maximum is below are not looked at again.
+/// than the list holds.
 template <class T>
 __device__ __forceinline__ int collect(const RowOfLogits<T>& row, const SegmentStats& stats, float threshold,
                                        bool minus_infinity, Shared& s) {
   if (threadIdx.x == 0) s.count = 0;
-  __syncthreads();
-  const auto may_hold = [&](int segment) { return stats.max[segment] >= threshold; };
-  row.for_each_in(may_hold, [&](float logit, int id) {
-    if (!(logit >= threshold) || (logit == -INFINITY && !minus_infinity)) return;
+  const auto list = [&](float logit, int id) {
+    if (logit == -INFINITY && !minus_infinity) return;
     const int at = atomicAdd(&s.count, 1);
     if (at < kShortList) s.list[at] = falling_item(logit, id);
-  });
-  __syncthreads();
+  };
+  for_each_from(row, stats, threshold, list, s);
   return s.count;
 }
 
@@ -404,20 +593,26 @@ struct Filters {
 __device__ __forceinline__ int draw_from_list(int count, bool complete, const Filters& f, double total,
                                               Shared& s) {
   sort_list(count, s);
-  // Items 2 t and 2 t + 1 are thread t's.
-  const int first = 2 * threadIdx.x;
+  const int first = kItems * static_cast<int>(threadIdx.x);
   const int within = f.top_k > 0 && f.top_k < count ? f.top_k : count;
-  uint64_t item[2];
-  float weight[2];
+  uint64_t item[kItems];
+  float weight[kItems];
+  double before[kItems], mass;
+  // Sums of weights before each item of this thread, and of all.
+  const auto add_up = [&] {
+    double own = 0;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < kItems; ++j) before[j] = own, own += weight[j];
+    const double others = sum_before(own, mass, s);
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) before[j] += others;
+  };
+#pragma unroll
+  for (int j = 0; j < kItems; ++j) {
     item[j] = first + j < within ? s.list[first + j] : 0;
     weight[j] = first + j < within ? weight_of(logit_of(item[j]), f.softmax) : 0.f;
   }
-  double mass;
-  double before[2];
-  before[0] = sum_before(double{weight[0]} + weight[1], mass, s);
-  before[1] = before[0] + weight[0];
+  add_up();
   double wanted = INFINITY;
   if (f.top_p < 1.f) {
     wanted = f.top_p * (f.top_k > 0 ? mass : total);
@@ -426,27 +621,27 @@ __device__ __forceinline__ int draw_from_list(int count, bool complete, const Fi
   // Weights fall and sums rise: what is kept is the front of the list.
   int kept = 0;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < kItems; ++j) {
     const bool in_set = first + j == 0 || before[j] < wanted;
-    kept += __syncthreads_count(first + j < within && in_set && weight[j] >= f.min_p && weight[j] > 0.f);
+    kept += first + j < within && in_set && weight[j] >= f.min_p && weight[j] > 0.f;
   }
+  kept = block_count(kept, s);
   // By id, with the logit's key in the low half.
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < kItems; ++j) {
     if (first + j < kept) s.list[first + j] = item[j] << 32 | static_cast<uint32_t>(~(item[j] >> 32));
   }
   sort_list(kept, s);
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
+  for (int j = 0; j < kItems; ++j) {
     item[j] = first + j < kept ? s.list[first + j] : 0;
     weight[j] = first + j < kept ? weight_of(value_of(static_cast<uint32_t>(item[j])), f.softmax) : 0.f;
   }
-  before[0] = sum_before(double{weight[0]} + weight[1], mass, s);
-  before[1] = before[0] + weight[0];
+  add_up();
   const double target = f.u * mass;
   int drawn = kept - 1;  // rounding may leave the last sum below the target
 #pragma unroll
-  for (int j = 1; j >= 0; --j) {
+  for (int j = kItems - 1; j >= 0; --j) {
     if (first + j < kept && before[j] + weight[j] > target) drawn = min(drawn, first + j);
   }
   drawn = block_min(drawn, s);
@@ -467,7 +662,7 @@ __device__ __forceinline__ int walk(const RowOfLogits<T>& row, Weight&& weight, 
   bool reached = false;
   for (uint32_t begin = chosen; begin < end && !reached; begin += kChunk) {
     float v[kBatch][kGroup];
-    row.load_chunk(begin, end, v);
+    row.load(begin + lane_id() * kGroup, end, v);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const uint32_t first = begin + b * kStep + lane_id() * kGroup;
@@ -488,11 +683,11 @@ __device__ __forceinline__ int walk(const RowOfLogits<T>& row, Weight&& weight, 
   float w[kGroup] = {};
   double sum = 0;
   if (first < end) {
-    float v[kGroup];
-    row.load(first, v);
+    float v[1][kGroup];
+    row.load(first, end, v);
 #pragma unroll
     for (int j = 0; j < kGroup; ++j) {
-      w[j] = first + j < end ? weight(v[j], static_cast<int>(first + j)) : 0.f;
+      w[j] = first + j < end ? weight(v[0][j], static_cast<int>(first + j)) : 0.f;
       sum += w[j];
     }
   }
@@ -540,12 +735,12 @@ __device__ __forceinline__ int locate(const RowOfLogits<T>& row, Weight&& weight
     const uint32_t end = row.end_of(i);
     double sum = 0;
     for (uint32_t first = i * row.segments.length + lane_id() * kGroup; first < end; first += kStep) {
-      float v[kGroup];
-      row.load(first, v);
+      float v[1][kGroup];
+      row.load(first, end, v);
       float some = 0.f;
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) {
-        if (first + j < end) some += weight(v[j], static_cast<int>(first + j));
+        if (first + j < end) some += weight(v[0][j], static_cast<int>(first + j));
       }
       sum += some;
     }
@@ -559,16 +754,13 @@ __device__ __forceinline__ int locate(const RowOfLogits<T>& row, Weight&& weight
   return locate_in(row, weight, own, before, of_total ? target * total : target, s);
 }
 
-/// The lowest id with the row's largest logit. `seen` is the largest logit of this thread's segment.
+/// The lowest id with the row's largest logit.
 template <class T>
-__device__ __forceinline__ int largest(const RowOfLogits<T>& row, float seen, float max, Shared& s) {
-  const int chosen = block_min(seen == max ? static_cast<int>(threadIdx.x) : INT_MAX, s);
-  int id = INT_MAX;
-  const auto is_chosen = [&](int segment) { return segment == chosen; };
-  row.for_each_in(is_chosen, [&](float logit, int i) {
-    if (logit == max) id = min(id, i);
-  });
-  return block_min(id, s);
+__device__ __forceinline__ int largest(const RowOfLogits<T>& row, const SegmentStats& stats, float max,
+                                       Shared& s) {
+  int lowest = INT_MAX;
+  for_each_from(row, stats, max, [&](float, int id) { lowest = min(lowest, id); }, s);
+  return block_min(lowest, s);
 }
 
 /// The last token kept, in falling order: larger logits are, and of its equals those up to `id`.
@@ -648,17 +840,25 @@ __device__ __noinline__ int draw_from_row(RowOfLogits<T> row, Filters f, Shared&
   return locate(row, weight, f.u, true, s);
 }
 
-/// A token of the row, of which `bounds` knows the weights unless top_k or min_p cut; `seen` is this thread's note.
+/// A threshold for the `wanted` largest logits, or for about as many as a list holds with 0.
 template <class T>
-__device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f, float seen,
-                                    const RowBounds& bounds, Shared& s) {
+__device__ __forceinline__ float threshold_for(const RowOfLogits<T>& row, const SegmentStats& stats,
+                                               int64_t wanted, const RowBounds& bounds, Shared& s) {
+  if (row.vocab <= kShortList) return -INFINITY;
+  const int most = min(row.segments.count * kPieces * 2 / 3, kMostNotes);
+  return threshold_of(row, stats, wanted > 0 && wanted < most ? static_cast<int>(wanted) : most, bounds, s);
+}
+
+/// A token of the row, of which `bounds` knows the weights unless top_k or min_p cut.
+template <class T>
+__device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f, const RowBounds& bounds,
+                                    Shared& s) {
   if (f.is_free()) {
     const auto weight = [&](float l, int) { return weight_of(l, f.softmax); };
     return locate_in(row, weight, bounds.weight, bounds.before, f.u * bounds.total, s);
   }
   if (f.top_k > 0 || f.top_p < 1.f) {
-    const int notes = f.top_k > 0 ? min(f.top_k, kMostNotes) : kMostNotes;
-    const float threshold = threshold_of(seen, notes, f.softmax.max, s);
+    const float threshold = threshold_for(row, s.drawn, f.top_k, bounds, s);
     const int count = collect(row, s.drawn, threshold, false, s);
     const bool complete = threshold == -INFINITY;  // of all tokens that could be drawn
     if (count <= kShortList && (complete || f.top_k == 0 || count >= f.top_k)) {
@@ -671,20 +871,18 @@ __device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f,
 
 /// The `wanted` most likely tokens, in order: write(i, id, logit), with id -1 past the vocabulary.
 template <class T, class Write>
-__device__ __forceinline__ void list_largest(const RowOfLogits<T>& row, int64_t wanted, float seen, float max,
+__device__ __forceinline__ void list_largest(const RowOfLogits<T>& row, int64_t wanted, const RowBounds& bounds,
                                              Write&& write, Shared& s) {
-  if (wanted <= kMostNotes) {
-    const float threshold = threshold_of(seen, static_cast<int>(wanted), max, s);
-    const int count = collect(row, s.given, threshold, true, s);
-    if (count <= kShortList) {
-      sort_list(count, s);
-      for (int64_t i = threadIdx.x; i < wanted; i += kThreads) {
-        const uint64_t item = i < count ? s.list[i] : 0;
-        write(i, i < count ? static_cast<int>(static_cast<uint32_t>(item)) : -1, logit_of(item));
-      }
-      __syncthreads();
-      return;
+  const float threshold = threshold_for(row, s.given, wanted, bounds, s);
+  const int count = collect(row, s.given, threshold, true, s);
+  if (count <= kShortList && (threshold == -INFINITY || count >= wanted)) {
+    sort_list(count, s);
+    for (int64_t i = threadIdx.x; i < wanted; i += kThreads) {
+      const uint64_t item = i < count ? s.list[i] : 0;
+      write(i, i < count ? static_cast<int>(static_cast<uint32_t>(item)) : -1, logit_of(item));
     }
+    __syncthreads();
+    return;
   }
   // Too many, or too many equals: one after the other.
   float last = INFINITY;
