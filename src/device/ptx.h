@@ -31,6 +31,11 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+/// Asks for the line of global memory at `p` to be brought into the L2. A hint: it may come before the wait above.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // ---- 16-byte asynchronous copies (compute capability 8.0)
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

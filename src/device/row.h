@@ -24,8 +24,9 @@ __device__ __forceinline__ float made_scale(float max) {
 /// The larger magnitude; a NaN wins.
 struct MaxMagnitude {
   __device__ __forceinline__ float operator()(float a, float b) const {
-    a = fabsf(a), b = fabsf(b);
-    return a > b || a != a ? a : b;
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return c;
   }
   static constexpr float kIdentity = 0.f;
 };
@@ -44,9 +45,9 @@ __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float quotient = v[i] * inverse;
-    const float corrected = fmaf(fmaf(-quotient, scale, v[i]), inverse, quotient);
-    // Infinities have no remainder, and that of -0 is 0.
-    v[i] = fabsf(quotient) < INFINITY ? copysignf(corrected, v[i]) : quotient;
+    // Taken as what is too much, so that a zero keeps its sign. Infinities have no remainder.
+    const float corrected = fmaf(-fmaf(quotient, scale, -v[i]), inverse, quotient);
+    v[i] = fabsf(quotient) < INFINITY ? corrected : quotient;
   }
 }
 

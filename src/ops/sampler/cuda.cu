@@ -71,6 +71,14 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
   __shared__ Shared s;
   const int blocks = p.blocks_per_row, block = static_cast<int>(blockIdx.x) % blocks;
   const int64_t r = blockIdx.x / blocks;
+  const RowOfLogits<T> given{static_cast<const T*>(p.logits) + r * p.logits_stride,
+                             nullptr,
+                             static_cast<uint32_t>(p.vocab),
+                             p.whole,
+                             Segments(p.vocab),
+                             nullptr};
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) given.prefetch((i * blocks + block) * kWarps + warp_id());
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) cluster_arrive();
 #endif
@@ -82,6 +90,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
   const float repetition = field(p.repetition, r, 1.f), presence = field(p.presence, r, 0.f);
   const float frequency = field(p.frequency, r, 0.f);
   const int top_k = p.top_k != nullptr ? p.top_k[r] : 0;
+  const int64_t seed = p.seed != nullptr ? p.seed[r] : 0, position = p.position != nullptr ? p.position[r] : 0;
   int64_t state = -1;
   if (p.prompt_bits != nullptr || p.output_counts != nullptr) state = p.state != nullptr ? p.state[r] : r;
   const int64_t bias_begin = p.bias_start != nullptr ? p.bias_start[r] : 0;
@@ -90,12 +99,6 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
                min_p >= 0.f && min_p <= 1.f && repetition > 0.f && repetition < INFINITY &&
                fabsf(presence) < INFINITY && fabsf(frequency) < INFINITY && state >= -1 && state < p.states &&
                bias_begin >= 0 && bias_begin <= bias_end && bias_end <= p.entries;
-  const RowOfLogits<T> given{static_cast<const T*>(p.logits) + r * p.logits_stride,
-                             nullptr,
-                             static_cast<uint32_t>(p.vocab),
-                             p.whole,
-                             Segments(p.vocab),
-                             nullptr};
   RowOfLogits<T> row = given;
   int32_t* const counts =
       valid && state >= 0 && p.output_counts != nullptr ? p.output_counts + state * p.counts_stride : nullptr;
@@ -142,12 +145,11 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
 
   // Looks at all of the row: as it is drawn from; before that as given, where somebody asks or a bias may hide a NaN.
   const bool sums_given = p.logprobs != nullptr || p.top > 0, looks_at_given = sums_given || biased;
-  constexpr double kLog2E = 1.4426950408889634;
-  const float scale = static_cast<float>(
-      fmin(fmax(kLog2E / static_cast<double>(temperature), double{FLT_MIN}), double{FLT_MAX}));
+  constexpr float kLog2E = 1.44269504f;
+  const float scale = fminf(fmaxf(kLog2E / temperature, FLT_MIN), FLT_MAX);
   const int used_top_k = top_k > 0 && top_k < p.vocab ? top_k : 0;
   const bool sums_drawn = temperature > 0.f && used_top_k == 0 && (top_p < 1.f || !(min_p > 0.f));
-  const float given_scale = sums_given ? static_cast<float>(kLog2E) : 0.f;
+  const float given_scale = sums_given ? kLog2E : 0.f;
   const float drawn_scale = sums_drawn ? scale : 0.f;
   Shared* first_block = &s;  // it goes on with what all blocks of the row have seen
 #if __CUDA_ARCH__ >= 900
@@ -162,6 +164,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
   } else {
     look<false>(row, drawn_scale, block, blocks, first_block->drawn);
   }
+  const double u = draw_uniform(static_cast<uint64_t>(seed), position);
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) {
     cluster_arrive();
@@ -176,8 +179,6 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
   valid = valid && !as_given.nan && as_given.max > -INFINITY && !bounds.nan && bounds.max > -INFINITY;
   int id = 0;
   if (valid && temperature > 0.f) {
-    const uint64_t seed = p.seed != nullptr ? static_cast<uint64_t>(p.seed[r]) : 0;
-    const double u = draw_uniform(seed, p.position != nullptr ? p.position[r] : 0);
     id = draw(row, {{bounds.max, scale}, used_top_k, top_p, min_p, u}, bounds, s);
   } else if (valid) {
     id = largest(row, s.drawn, bounds.max, s);

@@ -16,6 +16,7 @@ constexpr int kBlocksPerSm = 4;                              // so that some rea
 constexpr int kGroup = 8;                                    // neighbouring logits of one access of a lane
 constexpr int kBatch = 4;                                    // accesses that a lane has under way
 constexpr int kStep = 32 * kGroup, kChunk = kStep * kBatch;  // logits of a warp's access, and of its batch
+constexpr int kAhead = 2;                                    // segments that a warp asks for before it reads them
 constexpr int kMostSegments = kThreads;                      // a thread per segment puts them together
 constexpr int kPieceLanes = 4, kPieces = 32 / kPieceLanes;   // lanes whose logits share a note; notes of a segment
 constexpr int kMostNotes = 448;                              // that a threshold may rest on
@@ -69,9 +70,9 @@ struct Changes {
     }
     return bits;
   }
-  /// The logit `v` of token `id`, which is touched: unless it is banned or was drawn, it is of the prompt.
+  /// The logit `v` of token `id`, which is touched: unless it is banned or was drawn, it is of the prompt. No ban hides a NaN.
   __device__ __forceinline__ float of(float v, uint32_t id) const {
-    if (allowed != nullptr && (allowed[id / 32] >> (id % 32) & 1) == 0) return -INFINITY;
+    if (allowed != nullptr && (allowed[id / 32] >> (id % 32) & 1) == 0) return v == v ? -INFINITY : v;
     SampleParams penalties;
     penalties.repetition_penalty = repetition;
     penalties.presence_penalty = presence;
@@ -105,7 +106,7 @@ struct Shared {
   Changes changes;
   uint16_t hits[kMostSegments * kPieces];  // pieces to be read again
   double doubles[kWays - 1][kWarps];
-  float floats[2][kWarps];
+  uint32_t keys[2][kWarps];
   int ints[kWarps];
   int count, found;
 };
@@ -133,15 +134,6 @@ struct MaxOrNan {
     return c;
   }
 };
-
-__device__ __forceinline__ float block_max(float v, Shared& s) {
-  v = warp_reduce<MaxOrNan>(v);
-  if (lane_id() == 0) s.floats[0][warp_id()] = v;
-  __syncthreads();
-  v = warp_reduce<MaxOrNan, kWarps>(s.floats[0][lane_id() % kWarps]);
-  __syncthreads();
-  return v;
-}
 
 __device__ __forceinline__ int block_min(int v, Shared& s) {
   v = __reduce_min_sync(kAllLanes, v);
@@ -180,9 +172,11 @@ __device__ __forceinline__ double block_sum(double v, Shared& s) {
   return one[0];
 }
 
+/// The sum of the lanes up to this one, right for the first kLanes.
+template <int kLanes = 32>
 __device__ __forceinline__ double warp_scan(double v) {
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
+  for (int step = 1; step < kLanes; step *= 2) {
     const double below = __shfl_up_sync(kAllLanes, v, step);
     if (lane_id() >= step) v += below;
   }
@@ -196,8 +190,8 @@ __device__ __forceinline__ double sum_before(double v, double& total, Shared& s)
   if (lane_id() == 0) before = 0;
   if (lane_id() == 31) s.doubles[0][warp_id()] = inclusive;
   __syncthreads();
-  const double warps = warp_scan(lane_id() < kWarps ? s.doubles[0][lane_id()] : 0.);
-  total = __shfl_sync(kAllLanes, warps, 31);
+  const double warps = warp_scan<kWarps>(s.doubles[0][lane_id() % kWarps]);
+  total = __shfl_sync(kAllLanes, warps, kWarps - 1);
   const double warps_before = __shfl_sync(kAllLanes, warps, warp_id() > 0 ? warp_id() - 1 : 0);
   __syncthreads();
   return warp_id() > 0 ? warps_before + before : before;
@@ -212,6 +206,15 @@ __device__ __forceinline__ uint32_t key_of(float v) {
 }
 __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
+__device__ __forceinline__ float block_max(float v, Shared& s) {
+  uint32_t key = __reduce_max_sync(kAllLanes, key_of(v));
+  if (lane_id() == 0) s.keys[0][warp_id()] = key;
+  __syncthreads();
+  key = __reduce_max_sync(kAllLanes, s.keys[0][lane_id() % kWarps]);
+  __syncthreads();
+  return value_of(key);
 }
 
 /// 2^x to 2 ulp.
@@ -272,6 +275,8 @@ struct RowOfLogits {
   /// Few logits are touched: one at a time, by one piece of code a group.
   template <int kCount>
   __device__ __forceinline__ void change(uint32_t first, uint32_t touched, float (&v)[kCount][kGroup]) const {
+    if (touched == 0) return;
+    const Changes how = *changes;
 #pragma unroll
     for (int b = 0; b < kCount; ++b) {
       for (uint32_t left = touched >> (kGroup * b) & 0xffu; left != 0; left &= left - 1) {
@@ -279,7 +284,7 @@ struct RowOfLogits {
         float one = v[b][0];
 #pragma unroll
         for (int j = 1; j < kGroup; ++j) one = j == which ? v[b][j] : one;
-        one = changes->of(one, first + b * kStep + which);
+        one = how.of(one, first + b * kStep + which);
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) v[b][j] = j == which ? one : v[b][j];
       }
@@ -298,6 +303,15 @@ struct RowOfLogits {
     if (changes == nullptr) return v;
     const uint32_t group = id / kGroup * kGroup;
     return changes->touched<1>(group, vocab) >> (id - group) & 1 ? changes->of(v, id) : v;
+  }
+
+  /// Asks for segment `i`, as it is given, to come to the L2; a lane for a line, up to 32 of them.
+  __device__ __forceinline__ void prefetch(int i) const {
+    constexpr uint32_t kLine = 128 / sizeof(T);
+    const uint32_t at = lane_id() * kLine;
+    if (i < segments.count && at < segments.length && i * segments.length + at < vocab) {
+      prefetch_line(given + i * segments.length + at);
+    }
   }
 
   /// Where segment `i` ends.
@@ -402,6 +416,7 @@ template <bool kChanged, class T>
 __device__ __forceinline__ void look(const RowOfLogits<T>& row, float scale, int block, int blocks,
                                      SegmentStats& stats) {
   for (int i = block * kWarps + warp_id(); i < row.segments.count; i += blocks * kWarps) {
+    row.prefetch(i + kAhead * blocks * kWarps);
     const uint32_t end = row.end_of(i);
     Running seen;
     for (uint32_t begin = i * row.segments.length; begin < end; begin += kChunk) {
@@ -410,9 +425,7 @@ __device__ __forceinline__ void look(const RowOfLogits<T>& row, float scale, int
       if constexpr (kChanged) {
         const uint32_t touched = row.changes->template touched<kBatch>(first, end);
         row.load_unchanged(first, end, v);
-        const float unchanged = max_of(v);
         row.change(first, touched, v);
-        if (unchanged != unchanged) v[0][0] = unchanged;  // no ban hides a NaN
       } else {
         row.load_unchanged(first, end, v);
       }
@@ -433,12 +446,13 @@ __device__ __forceinline__ RowBounds combine(const SegmentStats& stats, int segm
                                              Shared& s) {
   const int own = static_cast<int>(threadIdx.x);
   const float max = own < segments ? stats.max[own] : -INFINITY;
-  const float most = warp_reduce<MaxOrNan>(max), least = warp_reduce<Max>(own < segments ? -max : -INFINITY);
-  if (lane_id() == 0) s.floats[0][warp_id()] = most, s.floats[1][warp_id()] = least;
+  const uint32_t most = __reduce_max_sync(kAllLanes, key_of(max));
+  const uint32_t least = __reduce_min_sync(kAllLanes, own < segments ? key_of(max) : ~0u);
+  if (lane_id() == 0) s.keys[0][warp_id()] = most, s.keys[1][warp_id()] = least;
   __syncthreads();
   RowBounds row;
-  row.max = warp_reduce<MaxOrNan, kWarps>(s.floats[0][lane_id() % kWarps]);
-  row.least = -warp_reduce<Max, kWarps>(s.floats[1][lane_id() % kWarps]);
+  row.max = value_of(__reduce_max_sync(kAllLanes, s.keys[0][lane_id() % kWarps]));
+  row.least = value_of(__reduce_min_sync(kAllLanes, s.keys[1][lane_id() % kWarps]));
   row.nan = row.max != row.max;
   row.weight = row.before = row.total = 0;
   if (scale > 0.f) {
@@ -655,56 +669,54 @@ __device__ __forceinline__ int draw_from_list(int count, bool complete, const Fi
 template <class T, class Weight>
 __device__ __forceinline__ int walk(const RowOfLogits<T>& row, Weight&& weight, int i, double before,
                                     double target) {
-  // The access first: the first whose sum reaches the target, else the last that weighs anything.
   const uint32_t end = row.end_of(i);
-  uint32_t chosen = i * row.segments.length;
-  double before_chosen = before;
+  int found = 0;
   bool reached = false;
-  for (uint32_t begin = chosen; begin < end && !reached; begin += kChunk) {
-    float v[kBatch][kGroup];
-    row.load(begin + lane_id() * kGroup, end, v);
+  for (uint32_t begin = i * row.segments.length; begin < end && !reached; begin += kChunk) {
+    const uint32_t first = begin + lane_id() * kGroup;
+    float w[kBatch][kGroup];  // weights, then their sums up to each
+    row.load(first, end, w);
+    double upto[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const uint32_t first = begin + b * kStep + lane_id() * kGroup;
-      double sum = 0;
+      float sum = 0.f;
 #pragma unroll
       for (int j = 0; j < kGroup; ++j) {
-        if (first + j < end) sum += weight(v[b][j], static_cast<int>(first + j));
+        const uint32_t id = first + b * kStep + j;
+        sum += id < end ? weight(w[b][j], static_cast<int>(id)) : 0.f;
+        w[b][j] = sum;
       }
-      sum = warp_sum(sum);
+      upto[b] = warp_scan(sum);
+    }
+    // The access first: the first whose sum reaches the target, else the last that weighs anything.
+    int chosen = -1;
+    double before_chosen = 0, upto_chosen = 0;
+    float sums[kGroup] = {};
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const double sum = __shfl_sync(kAllLanes, upto[b], 31);
       if (reached || !(sum > 0)) continue;
-      chosen = begin + b * kStep;
-      before_chosen = before;
+      chosen = b, before_chosen = before, upto_chosen = upto[b];
+#pragma unroll
+      for (int j = 0; j < kGroup; ++j) sums[j] = w[b][j];
       before += sum;
       reached = before > target;
     }
-  }
-  const uint32_t first = chosen + lane_id() * kGroup;
-  float w[kGroup] = {};
-  double sum = 0;
-  if (first < end) {
-    float v[1][kGroup];
-    row.load(first, end, v);
+    if (chosen < 0) continue;
+    const double lane_before = __shfl_up_sync(kAllLanes, upto_chosen, 1);
+    const double at = before_chosen + (lane_id() == 0 ? 0 : lane_before);
+    const int id = static_cast<int>(first) + chosen * kStep;
+    int mine = INT_MAX, positive = 0;
 #pragma unroll
-    for (int j = 0; j < kGroup; ++j) {
-      w[j] = first + j < end ? weight(v[0][j], static_cast<int>(first + j)) : 0.f;
-      sum += w[j];
+    for (int j = kGroup - 1; j >= 0; --j) {
+      const bool weighs = sums[j] > (j > 0 ? sums[j - 1] : 0.f);
+      if (weighs && positive == 0) positive = id + j;
+      if (weighs && at + sums[j] > target) mine = id + j;
     }
+    mine = __reduce_min_sync(kAllLanes, mine);
+    found = mine != INT_MAX ? mine : __reduce_max_sync(kAllLanes, positive);
   }
-  const double scanned = warp_scan(sum);
-  double at = __shfl_up_sync(kAllLanes, scanned, 1);
-  at = before_chosen + (lane_id() == 0 ? 0 : at);
-  int mine = INT_MAX, positive = 0;
-#pragma unroll
-  for (int j = 0; j < kGroup; ++j) {
-    if (!(w[j] > 0.f)) continue;
-    at += w[j];
-    positive = static_cast<int>(first + j);
-    if (at > target && mine == INT_MAX) mine = positive;
-  }
-  mine = __reduce_min_sync(kAllLanes, mine);
-  const int last = __reduce_max_sync(kAllLanes, positive);
-  return mine != INT_MAX ? mine : last;
+  return found;
 }
 
 /// The segment of the draw: `segment_weight` is that of this thread's segment, `before` the sum of those before it.
