@@ -33,8 +33,8 @@ struct MaxMagnitude {
 
 /// v / scale for fp8: what e4m3 rounds is the quotient rounded to fp32. A reciprocal and one correction give that too, unless
 /// the scale is far from 1 or its significand all ones, in a third of the time; quotients too small for that to hold become
-/// zeros of e4m3 either way.
-template <int kCount>
+/// zeros of e4m3 either way. kMade: the scale was made of these values, so that no quotient is infinite.
+template <bool kMade = false, int kCount>
 __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
   if (scale < 0x1p-90f || !(scale <= 0x1p90f) || (__float_as_uint(scale) & 0x7fffffu) == 0x7fffffu) {
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
     const float quotient = v[i] * inverse;
     // Taken as what is too much, so that a zero keeps its sign. Infinities have no remainder.
     const float corrected = fmaf(-fmaf(quotient, scale, -v[i]), inverse, quotient);
-    v[i] = fabsf(quotient) < INFINITY ? corrected : quotient;
+    v[i] = kMade || fabsf(quotient) < INFINITY ? corrected : quotient;
   }
 }
 

@@ -100,10 +100,11 @@ __device__ __forceinline__ Entry entry_of(const Params& p, int64_t slot, int32_t
 }
 
 /// Where the heads of a kind of a token go.
-struct Places {
+struct alignas(16) Places {
   char* data;
+  int64_t stride;  // between heads, in bytes
   float* scale;
-  int64_t stride, scale_stride;  // between heads: in bytes; in scales
+  int64_t scale_stride;
   int first_head;
   DType dtype;
   bool make;
@@ -116,8 +117,8 @@ __device__ __forceinline__ Places places_of(const Params& p, int kind, int64_t t
     in_page = slot - page * p.page_tokens;
   }
   return {to.data + page * to.stride[0] + in_page * to.stride[1],
-          to.scale + page * to.scale_stride[0] + in_page * to.scale_stride[1],
           to.stride[2],
+          to.scale + page * to.scale_stride[0] + in_page * to.scale_stride[1],
           to.scale_stride[2],
           to.first_head,
           to.dtype,
@@ -210,15 +211,15 @@ __device__ __forceinline__ void unpack(const uint4* group, float* v) {
   }
 }
 
-/// v *= weight / sqrt(mean(v * v) + eps), by the lanes of a head; nothing to one that is not `normed`.
+/// v *= weight / sqrt(mean(v * v) + eps), by the lanes of a head; v *= weight if that is not `normed`, without a branch.
 template <int kLanes>
 __device__ __forceinline__ void normalise(float (&v)[kPair], const float* weights, const int (&at)[2],
                                           const Params& p, bool normed) {
-  float squares = 0.f;
+  float squares[2] = {0.f, 0.f};
 #pragma unroll
-  for (int j = 0; j < kPair; ++j) squares += v[j] * v[j];
-  const float scale = inverse_root(warp_reduce<Sum, kLanes>(squares) * p.inverse_dim + p.eps);
-  if (!normed) return;
+  for (int j = 0; j < kPair; ++j) squares[j % 2] += v[j] * v[j];
+  const float mean = warp_reduce<Sum, kLanes>(squares[0] + squares[1]) * p.inverse_dim;
+  const float scale = normed ? inverse_root(mean + p.eps) : 1.f;
 #pragma unroll
   for (int j = 0; j < kPair; j += 4) {
     const float4 w = *reinterpret_cast<const float4*>(weights + at[j / kGroup] + j % kGroup);
@@ -282,12 +283,12 @@ __device__ __forceinline__ void store_pair(const float (&v)[kPair], char* data, 
 /// A warp takes p.passes times 32 / kLanes heads of a token, those of row blockIdx.y of its parts. All that it reads is under
 /// way before it looks at any of it; a lane's groups come to shared memory, so that one loop does for all passes. All lanes
 /// go the same way: they add up by shuffles.
-template <class In, RopeStyle kStyle, int kLanes>
+template <class In, RopeStyle kStyle, bool kNormLast, int kLanes>
 __global__ __launch_bounds__(kWarps * 32,
                              4) void attention_prologue_pairs_kernel(const __grid_constant__ Params p) {
   constexpr int kHeads = 32 / kLanes, kCopies = kGroup / kVec<In>;
   extern __shared__ uint4 staged[];  // [warp, pass, group of a pair, copy, lane]
-  __shared__ __align__(16) float weights[2][kMostWidth];
+  __shared__ __align__(16) float weights[kKinds][kMostWidth];  // ones where there is no norm
   __shared__ Places places[kWarps][kKinds];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = lane % kLanes;
   const int heads = p.heads_q + 2 * p.heads_kv;
@@ -326,14 +327,16 @@ __global__ __launch_bounds__(kWarps * 32,
     }
   }
   if (lane < kKinds) places[warp][lane] = places_of(p, lane, token, slot);
-  if (p.norm != QkNorm::none) {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * p.head_dim; i += kWarps * 32) {
-      const int which = i >= p.head_dim, d = i - which * p.head_dim;
-      weights[which][d] = load_any(p.weight_type[which], p.weight[which], d);
-    }
+  for (int i = static_cast<int>(threadIdx.x); i < kKinds * p.head_dim; i += kWarps * 32) {
+    const int kind = i < p.head_dim ? kQ : i < 2 * p.head_dim ? kK : kV, d = i - kind * p.head_dim;
+    const bool normed = kind != kV && p.norm != QkNorm::none;
+    weights[kind][d] = normed ? load_any(p.weight_type[kind], p.weight[kind], d) : 1.f;
   }
   wait_for_copies<0>();
+  if (entry.lost) {
+    for (int i = 0; i < p.passes * 2 * kCopies; ++i) stage[i * 32] = {0, 0, 0, 0};
+  }
   __syncthreads();
   let_next_kernel_start();
   if (!works) return;
@@ -342,38 +345,33 @@ __global__ __launch_bounds__(kWarps * 32,
   for (int pass = 0; pass < p.passes; ++pass) {
     const int h = first + pass * kHeads;
     const Kind kind = p.kind_of(h);
-    const Places place = places[warp][kind];
+    const Places& place = places[warp][kind];
     const int of_kind = h - place.first_head;
-    float* const scale = place.scale + of_kind * place.scale_stride;
     const bool stores = h < heads && (kind == kQ || entry.stored());
-    const bool to_fp8 = place.dtype == DType::fp8_e4m3;
-    float divisor = 1.f;
-    if (stores && to_fp8 && !place.make) divisor = *scale;
     float v[kPair];
     unpack<In>(stage + pass * 2 * kCopies * 32, v);
     unpack<In>(stage + (pass * 2 + 1) * kCopies * 32, v + kGroup);
-    const bool changes = kind != kV && !entry.lost;
-    if (p.norm == QkNorm::norm_then_rope) normalise<kLanes>(v, weights[kind % 2], at, p, changes);
+    const bool normed = p.norm != QkNorm::none && kind != kV && !entry.lost;
+    if constexpr (!kNormLast) normalise<kLanes>(v, weights[kind], at, p, normed);
     if (rotates && kind != kV) rotate<kStyle>(v, angles);
-    if (p.norm == QkNorm::rope_then_norm) normalise<kLanes>(v, weights[kind % 2], at, p, changes);
-    if (entry.lost) {
-#pragma unroll
-      for (int j = 0; j < kPair; ++j) v[j] = 0.f;
-    }
+    if constexpr (kNormLast) normalise<kLanes>(v, weights[kind], at, p, normed);
+    float max = 0.f;
     if (p.makes_scales) {
-      float max = 0.f;
 #pragma unroll
       for (int j = 0; j < kPair; ++j) max = MaxMagnitude{}(max, v[j]);
       max = warp_reduce<MaxMagnitude, kLanes>(max);
-      if (to_fp8 && place.make) {
-        divisor = made_scale(max);
-        if (stores && index == 0) *scale = divisor;
-      }
     }
     if (!stores || !in_head) continue;
     char* const data = place.data + of_kind * place.stride;
-    if (to_fp8) {
-      divide(v, divisor);
+    if (place.dtype == DType::fp8_e4m3) {
+      float* const scale = place.scale + of_kind * place.scale_stride;
+      if (place.make) {
+        const float made = made_scale(max);
+        if (index == 0) *scale = made;
+        divide<true>(v, made);
+      } else {
+        divide(v, *scale);
+      }
       store_pair<fp8>(v, data, at);
     } else if (place.dtype == DType::bf16) {
       store_pair<bf16>(v, data, at);
@@ -475,13 +473,20 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
       status = launch_for(kernel, p.tokens, (all + p.passes - 1) / p.passes,
                           int64_t{kWarps} * p.passes * 32 * kPair * sizeof(In));
     };
-    const auto run_style = [&]<RopeStyle kStyle>() {
+    const auto run_as = [&]<RopeStyle kStyle, bool kNormLast>() {
       if (p.head_dim <= 64) {
-        run(attention_prologue_pairs_kernel<In, kStyle, 4>, 4);
+        run(attention_prologue_pairs_kernel<In, kStyle, kNormLast, 4>, 4);
       } else if (p.head_dim <= 128) {
-        run(attention_prologue_pairs_kernel<In, kStyle, 8>, 8);
+        run(attention_prologue_pairs_kernel<In, kStyle, kNormLast, 8>, 8);
       } else {
-        run(attention_prologue_pairs_kernel<In, kStyle, 16>, 16);
+        run(attention_prologue_pairs_kernel<In, kStyle, kNormLast, 16>, 16);
+      }
+    };
+    const auto run_style = [&]<RopeStyle kStyle>() {
+      if (p.norm == QkNorm::rope_then_norm) {
+        run_as.template operator()<kStyle, true>();
+      } else {
+        run_as.template operator()<kStyle, false>();
       }
     };
     if (p.style == RopeStyle::neox) {

@@ -77,8 +77,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
                              p.whole,
                              Segments(p.vocab),
                              nullptr};
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) given.prefetch((i * blocks + block) * kWarps + warp_id());
+  given.prefetch(block * kWarps + warp_id());
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) cluster_arrive();
 #endif
@@ -111,9 +110,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
         repetition,
         presence,
         frequency};
-    if (changes.allowed != nullptr || changes.prompt != nullptr || changes.counts != nullptr) {
-      if (threadIdx.x == 0) s.changes = changes;
-      row.changes = &s.changes;
+    if (changes.any()) {
+      auto* const shared = reinterpret_cast<Changes*>(s.changes);
+      if (threadIdx.x == 0) *shared = changes;
+      row.changes = shared;
     }
   }
   __syncthreads();
@@ -174,8 +174,10 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
 #endif
   if (blocks == 1) __syncthreads();
 
-  const RowBounds bounds = combine(s.drawn, row.segments.count, drawn_scale, s);
-  const RowBounds as_given = looks_at_given ? combine(s.given, row.segments.count, given_scale, s) : bounds;
+  let_next_kernel_start();
+
+  const RowBounds bounds = bounds_of(s.drawn, row.segments.count);
+  const RowBounds as_given = looks_at_given ? bounds_of(s.given, row.segments.count) : bounds;
   valid = valid && !as_given.nan && as_given.max > -INFINITY && !bounds.nan && bounds.max > -INFINITY;
   int id = 0;
   if (valid && temperature > 0.f) {
@@ -184,8 +186,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
     id = largest(row, s.drawn, bounds.max, s);
   }
 
-  let_next_kernel_start();
-  const double log_sum = sums_given && valid ? log(as_given.total) : 0.;
+  const double log_sum =
+      sums_given && valid ? log(total_of(s.given, row.segments.count, {as_given.max, given_scale})) : 0.;
   const auto logprob = [&](float logit) {
     const double below = logit == as_given.max ? 0. : static_cast<double>(logit) - as_given.max;
     return static_cast<float>(below - log_sum);
@@ -244,12 +246,16 @@ Result<Clusters> clusters_of(int ordinal) {
   return clusters;
 }
 
-/// As many as the GPU runs at once and as have segments to look at. The result does not depend on it.
+/// As many as the GPU runs at once, if each of them leaves the others fewer segments. The result does not depend on it.
 template <class T>
 Result<int> blocks_per_row(int64_t rows, int64_t vocab, const Stream& stream) {
   VIVACE_TRY_ASSIGN(const Clusters clusters, clusters_of<T>(stream.ordinal));
+  const auto chunks_of_warp = [&](int blocks) {
+    const int64_t all = (vocab + kChunk - 1) / kChunk;
+    return (all + blocks * kWarps - 1) / (blocks * kWarps);
+  };
   int blocks = kMostBlocks;
-  while (blocks > 1 && (clusters[blocks - 1] < rows || (blocks - 1) * kWarps * int64_t{kChunk} >= vocab)) {
+  while (blocks > 1 && (clusters[blocks - 1] < rows || chunks_of_warp(blocks) == chunks_of_warp(blocks - 1))) {
     --blocks;
   }
   return blocks;

@@ -16,12 +16,10 @@ constexpr int kBlocksPerSm = 4;                              // so that some rea
 constexpr int kGroup = 8;                                    // neighbouring logits of one access of a lane
 constexpr int kBatch = 4;                                    // accesses that a lane has under way
 constexpr int kStep = 32 * kGroup, kChunk = kStep * kBatch;  // logits of a warp's access, and of its batch
-constexpr int kAhead = 2;                                    // segments that a warp asks for before it reads them
 constexpr int kMostSegments = kThreads;                      // a thread per segment puts them together
 constexpr int kPieceLanes = 4, kPieces = 32 / kPieceLanes;   // lanes whose logits share a note; notes of a segment
 constexpr int kMostNotes = 448;                              // that a threshold may rest on
-constexpr int kItems = 4, kShortList = kItems * kThreads;    // tokens of the list that are a thread's, and all
-constexpr int kFew = 128;                                    // tokens that are sorted by counting
+constexpr int kShortList = 4 * kThreads;                     // tokens that fit the list
 constexpr int kWays = 8;                                     // of the search over a whole row
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -32,49 +30,92 @@ struct SegmentStats {
   uint32_t notes[kMostSegments * kPieces];  // keys of the largest logits of its pieces
 };
 
-/// What bans and penalties do to the logits of a row; null where a row has none of a kind. It lies in
-/// shared memory: registers are for logits.
+/// Logits that are changed, a bit each: of group b of several in byte b. Those `seen` are of the prompt or were drawn;
+/// repetition changes them all the same way. `special` ones are few and have more to them.
+struct Touched {
+  uint32_t seen, special;
+};
+
+/// v / repetition, or v * repetition where v is not above 0, of a repetition that is far from 0 and from infinity. The quotient
+/// comes from a reciprocal and a correction, as in device/row.h.
+struct Repetition {
+  float factor, inverse;  // negated for a repetition below 1, so that one minimum does for both
+
+  __device__ __forceinline__ static Repetition of(float repetition) {
+    const float sign = repetition < 1.f ? -1.f : 1.f;
+    return {sign * repetition, sign * __frcp_rn(repetition)};
+  }
+  __device__ __forceinline__ float operator()(float v) const {
+    const float quotient = v * inverse;
+    const float corrected = fmaf(-fmaf(quotient, factor, -v), inverse, quotient);
+    return copysignf(fminf(corrected, v * factor), v);
+  }
+};
+
+/// What bans and penalties do to the logits of a row; null where a row has none of a kind. It lies in shared memory: registers
+/// are for logits.
 struct Changes {
   const uint32_t *allowed, *prompt;
   const int32_t* counts;
   float repetition, presence, frequency;
+  Repetition repeat;
+  bool quick;  // whether that may be used
 
+  __device__ __forceinline__ Changes(const uint32_t* allowed, const uint32_t* prompt, const int32_t* counts,
+                                     float repetition, float presence, float frequency)
+      : allowed(allowed),
+        prompt(prompt),
+        counts(counts),
+        repetition(repetition),
+        presence(presence),
+        frequency(frequency),
+        repeat(Repetition::of(repetition)) {
+    quick = repetition >= 0x1p-20f && repetition <= 0x1p20f &&
+            (__float_as_uint(repetition) & 0x7fffffu) != 0x7fffffu;
+  }
+  __device__ __forceinline__ bool any() const {
+    return allowed != nullptr || prompt != nullptr || counts != nullptr;
+  }
   /// Whether a changed logit may be the larger.
   __device__ __forceinline__ bool raise() const {
     return repetition < 1.f || presence < 0.f || frequency < 0.f;
   }
-  /// Which of groups b at first + b * kStep are changed, a bit each: of group b in byte b.
+
+  /// What of groups b at first + b * kStep is changed.
   template <int kCount>
-  __device__ __forceinline__ uint32_t touched(uint32_t first, uint32_t end) const {
-    uint32_t bits = 0;
-    const auto add = [&](int b, auto&& bits_of_group) {
-      const uint32_t at = first + b * kStep;
-      if (at >= end) return;
-      const uint32_t group = bits_of_group(at);
-      bits |= (at + kGroup <= end ? group : group & ((1u << (end - at)) - 1)) << (kGroup * b);
+  __device__ __forceinline__ Touched touched(uint32_t first, uint32_t end) const {
+    uint32_t seen = 0, special = 0;
+    const auto each = [&](uint32_t& bits, auto&& of_group) {
+#pragma unroll
+      for (int b = 0; b < kCount; ++b) {
+        const uint32_t at = first + b * kStep;
+        if (at < end) bits |= of_group(at) << (kGroup * b);
+      }
     };
     const auto byte_of = [](const uint32_t* of, uint32_t at) {
       return uint32_t{reinterpret_cast<const uint8_t*>(of)[at / kGroup]};
     };
-    if (prompt != nullptr) {
-#pragma unroll
-      for (int b = 0; b < kCount; ++b) add(b, [&](uint32_t at) { return byte_of(prompt, at); });
-    }
-    if (allowed != nullptr) {
-#pragma unroll
-      for (int b = 0; b < kCount; ++b) add(b, [&](uint32_t at) { return byte_of(allowed, at) ^ 0xffu; });
-    }
     if (counts != nullptr) {
 #pragma unroll 1
-      for (int b = 0; b < kCount; ++b) add(b, [&](uint32_t at) { return counted(at, end); });
+      for (int b = 0; b < kCount; ++b) seen |= counted(first + b * kStep, end) << (kGroup * b);
+      if (presence != 0.f || frequency != 0.f) special = seen;
     }
-    return bits;
+    if (prompt != nullptr) each(seen, [&](uint32_t at) { return byte_of(prompt, at); });
+    if (!quick) special |= seen, seen = 0;
+    if (allowed != nullptr) each(special, [&](uint32_t at) { return byte_of(allowed, at) ^ 0xffu; });
+    if (end % kGroup != 0) {  // no bits past the end
+      uint32_t inside = 0;
+      each(inside, [&](uint32_t at) { return at + kGroup <= end ? 0xffu : (1u << (end - at)) - 1; });
+      seen &= inside, special &= inside;
+    }
+    return {seen, special};
   }
-  /// The logit `v` of token `id`, which is touched: unless it is banned or was drawn, it is of the prompt. No ban hides a NaN.
-  __device__ __forceinline__ float of(float v, uint32_t id) const {
+
+  /// The logit `v` of a special token, seen before. No ban hides a NaN.
+  __device__ __forceinline__ float of_special(float v, uint32_t id) const {
     if (allowed != nullptr && (allowed[id / 32] >> (id % 32) & 1) == 0) return v == v ? -INFINITY : v;
     SampleParams penalties;
-    penalties.repetition_penalty = repetition;
+    penalties.repetition_penalty = quick ? 1.f : repetition;
     penalties.presence_penalty = presence;
     penalties.frequency_penalty = frequency;
     return penalised_logit(v, penalties, counts != nullptr ? counts[id] : 0, true);
@@ -103,7 +144,7 @@ struct Shared {
     double sums[kMostSegments];  // of segments, while there is no list
   };
   SegmentStats given, drawn;
-  Changes changes;
+  alignas(Changes) char changes[sizeof(Changes)];
   uint16_t hits[kMostSegments * kPieces];  // pieces to be read again
   double doubles[kWays - 1][kWarps];
   uint32_t keys[2][kWarps];
@@ -118,7 +159,7 @@ __device__ __forceinline__ int warp_id() {
   return threadIdx.x / 32;
 }
 
-// ---- reductions over the block; every thread gets the result, and the shared slots may be used again at once
+// ---- reductions over a warp, and over the block; every thread gets the result, and the shared slots may be used again at once
 
 __device__ __forceinline__ double warp_sum(double v) {
 #pragma unroll
@@ -134,24 +175,6 @@ struct MaxOrNan {
     return c;
   }
 };
-
-__device__ __forceinline__ int block_min(int v, Shared& s) {
-  v = __reduce_min_sync(kAllLanes, v);
-  if (lane_id() == 0) s.ints[warp_id()] = v;
-  __syncthreads();
-  v = __reduce_min_sync(kAllLanes, s.ints[lane_id() % kWarps]);
-  __syncthreads();
-  return v;
-}
-
-__device__ __forceinline__ int block_count(int v, Shared& s) {
-  v = __reduce_add_sync(kAllLanes, v);
-  if (lane_id() == 0) s.ints[warp_id()] = v;
-  __syncthreads();
-  v = __reduce_add_sync(kAllLanes, lane_id() < kWarps ? s.ints[lane_id()] : 0);
-  __syncthreads();
-  return v;
-}
 
 template <int kCount>
 __device__ __forceinline__ void block_sums(double (&v)[kCount], Shared& s) {
@@ -183,19 +206,53 @@ __device__ __forceinline__ double warp_scan(double v) {
   return v;
 }
 
-/// The sum of the threads before this one, and of all.
-__device__ __forceinline__ double sum_before(double v, double& total, Shared& s) {
-  const double inclusive = warp_scan(v);
-  double before = __shfl_up_sync(kAllLanes, inclusive, 1);
-  if (lane_id() == 0) before = 0;
-  if (lane_id() == 31) s.doubles[0][warp_id()] = inclusive;
-  __syncthreads();
-  const double warps = warp_scan<kWarps>(s.doubles[0][lane_id() % kWarps]);
-  total = __shfl_sync(kAllLanes, warps, kWarps - 1);
-  const double warps_before = __shfl_sync(kAllLanes, warps, warp_id() > 0 ? warp_id() - 1 : 0);
-  __syncthreads();
-  return warp_id() > 0 ? warps_before + before : before;
-}
+/// Threads that share the work on a list: the first warp where that does, else the block.
+struct Warp {
+  static constexpr int kSize = 32, kItems = 2;  // threads, and tokens of a list that are one's
+  Shared& s;
+  __device__ __forceinline__ void sync() const { __syncwarp(); }
+  __device__ __forceinline__ int min(int v) const { return __reduce_min_sync(kAllLanes, v); }
+  __device__ __forceinline__ int sum(int v) const { return __reduce_add_sync(kAllLanes, v); }
+  /// The sum of the threads before this one, and of all.
+  __device__ __forceinline__ double sum_before(double v, double& total) const {
+    const double inclusive = warp_scan(v), before = __shfl_up_sync(kAllLanes, inclusive, 1);
+    total = __shfl_sync(kAllLanes, inclusive, 31);
+    return lane_id() == 0 ? 0 : before;
+  }
+};
+
+struct Block {
+  static constexpr int kSize = kThreads, kItems = kShortList / kThreads;
+  Shared& s;
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  __device__ __forceinline__ int min(int v) const {
+    v = __reduce_min_sync(kAllLanes, v);
+    if (lane_id() == 0) s.ints[warp_id()] = v;
+    __syncthreads();
+    v = __reduce_min_sync(kAllLanes, s.ints[lane_id() % kWarps]);
+    __syncthreads();
+    return v;
+  }
+  __device__ __forceinline__ int sum(int v) const {
+    v = __reduce_add_sync(kAllLanes, v);
+    if (lane_id() == 0) s.ints[warp_id()] = v;
+    __syncthreads();
+    v = __reduce_add_sync(kAllLanes, lane_id() < kWarps ? s.ints[lane_id()] : 0);
+    __syncthreads();
+    return v;
+  }
+  __device__ __forceinline__ double sum_before(double v, double& total) const {
+    double of_warp;
+    const double before = Warp{s}.sum_before(v, of_warp);
+    if (lane_id() == 0) s.doubles[0][warp_id()] = of_warp;
+    __syncthreads();
+    const double warps = warp_scan<kWarps>(s.doubles[0][lane_id() % kWarps]);
+    total = __shfl_sync(kAllLanes, warps, kWarps - 1);
+    const double warps_before = __shfl_sync(kAllLanes, warps, warp_id() > 0 ? warp_id() - 1 : 0);
+    __syncthreads();
+    return warp_id() > 0 ? warps_before + before : before;
+  }
+};
 
 // ---- logits
 
@@ -272,19 +329,23 @@ struct RowOfLogits {
     }
   }
 
-  /// Few logits are touched: one at a time, by one piece of code a group.
   template <int kCount>
-  __device__ __forceinline__ void change(uint32_t first, uint32_t touched, float (&v)[kCount][kGroup]) const {
-    if (touched == 0) return;
-    const Changes how = *changes;
+  __device__ __forceinline__ void change(uint32_t first, Touched touched, float (&v)[kCount][kGroup]) const {
+    if ((touched.seen | touched.special) == 0) return;
+    const Repetition repeat = changes->repeat;
 #pragma unroll
     for (int b = 0; b < kCount; ++b) {
-      for (uint32_t left = touched >> (kGroup * b) & 0xffu; left != 0; left &= left - 1) {
+      const uint32_t seen = touched.seen >> (kGroup * b) & 0xffu;
+      if (seen != 0) {
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) v[b][j] = seen >> j & 1 ? repeat(v[b][j]) : v[b][j];
+      }
+      for (uint32_t left = touched.special >> (kGroup * b) & 0xffu; left != 0; left &= left - 1) {
         const int which = __ffs(left) - 1;
         float one = v[b][0];
 #pragma unroll
         for (int j = 1; j < kGroup; ++j) one = j == which ? v[b][j] : one;
-        one = how.of(one, first + b * kStep + which);
+        one = changes->of_special(one, first + b * kStep + which);
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) v[b][j] = j == which ? one : v[b][j];
       }
@@ -293,16 +354,18 @@ struct RowOfLogits {
 
   template <int kCount>
   __device__ __forceinline__ void load(uint32_t first, uint32_t end, float (&v)[kCount][kGroup]) const {
-    const uint32_t touched = changes != nullptr ? changes->touched<kCount>(first, end) : 0;
+    const Touched touched = changes != nullptr ? changes->touched<kCount>(first, end) : Touched{0, 0};
     load_unchanged(first, end, v);
     change(first, touched, v);
   }
 
   __device__ __forceinline__ float at(uint32_t id) const {
-    const float v = copy != nullptr ? copy[id] : to_float(given[id]);
+    float v = copy != nullptr ? copy[id] : to_float(given[id]);
     if (changes == nullptr) return v;
     const uint32_t group = id / kGroup * kGroup;
-    return changes->touched<1>(group, vocab) >> (id - group) & 1 ? changes->of(v, id) : v;
+    const Touched touched = changes->touched<1>(group, vocab);
+    if (touched.seen >> (id - group) & 1) v = changes->repeat(v);
+    return touched.special >> (id - group) & 1 ? changes->of_special(v, id) : v;
   }
 
   /// Asks for segment `i`, as it is given, to come to the L2; a lane for a line, up to 32 of them.
@@ -416,14 +479,14 @@ template <bool kChanged, class T>
 __device__ __forceinline__ void look(const RowOfLogits<T>& row, float scale, int block, int blocks,
                                      SegmentStats& stats) {
   for (int i = block * kWarps + warp_id(); i < row.segments.count; i += blocks * kWarps) {
-    row.prefetch(i + kAhead * blocks * kWarps);
     const uint32_t end = row.end_of(i);
+    if constexpr (kChanged) row.prefetch(i);  // while it waits for bits of its tokens
     Running seen;
     for (uint32_t begin = i * row.segments.length; begin < end; begin += kChunk) {
       const uint32_t first = begin + lane_id() * kGroup;
       float v[kBatch][kGroup];
       if constexpr (kChanged) {
-        const uint32_t touched = row.changes->template touched<kBatch>(first, end);
+        const Touched touched = row.changes->template touched<kBatch>(first, end);
         row.load_unchanged(first, end, v);
         row.change(first, touched, v);
       } else {
@@ -438,30 +501,26 @@ __device__ __forceinline__ void look(const RowOfLogits<T>& row, float scale, int
 struct RowBounds {
   float max, least;  // of the row; of the maxima of its segments
   bool nan;
-  double weight, before,
-      total;  // of this thread's segment, of those before it, of all: against the row's maximum
 };
 
-__device__ __forceinline__ RowBounds combine(const SegmentStats& stats, int segments, float scale,
-                                             Shared& s) {
-  const int own = static_cast<int>(threadIdx.x);
-  const float max = own < segments ? stats.max[own] : -INFINITY;
-  const uint32_t most = __reduce_max_sync(kAllLanes, key_of(max));
-  const uint32_t least = __reduce_min_sync(kAllLanes, own < segments ? key_of(max) : ~0u);
-  if (lane_id() == 0) s.keys[0][warp_id()] = most, s.keys[1][warp_id()] = least;
-  __syncthreads();
-  RowBounds row;
-  row.max = value_of(__reduce_max_sync(kAllLanes, s.keys[0][lane_id() % kWarps]));
-  row.least = value_of(__reduce_min_sync(kAllLanes, s.keys[1][lane_id() % kWarps]));
-  row.nan = row.max != row.max;
-  row.weight = row.before = row.total = 0;
-  if (scale > 0.f) {
-    if (max > -INFINITY) row.weight = double{stats.sum[own]} * weight_of(max, {row.max, scale});
-    row.before = sum_before(row.weight, row.total, s);
-  } else {
-    __syncthreads();
+/// By each warp for itself.
+__device__ __forceinline__ RowBounds bounds_of(const SegmentStats& stats, int segments) {
+  uint32_t most = 0, least = ~0u;
+  for (int i = lane_id(); i < segments; i += 32) {
+    const uint32_t key = key_of(stats.max[i]);
+    most = max(most, key), least = min(least, key);
   }
-  return row;
+  const float max = value_of(__reduce_max_sync(kAllLanes, most));
+  return {max, value_of(__reduce_min_sync(kAllLanes, least)), max != max};
+}
+
+/// The weight of all segments against the maximum; by each warp for itself.
+__device__ __forceinline__ double total_of(const SegmentStats& stats, int segments, Softmax softmax) {
+  double total = 0;
+  for (int i = lane_id(); i < segments; i += 32) {
+    if (stats.max[i] > -INFINITY) total += double{stats.sum[i]} * weight_of(stats.max[i], softmax);
+  }
+  return warp_sum(total);
 }
 
 // ---- the short list
@@ -511,7 +570,8 @@ __device__ __forceinline__ void for_each_from(const RowOfLogits<T>& row, const S
       float v[kBatch][kGroup];
       uint32_t reach = 0;
       if (row.changes != nullptr && row.changes->raise()) {
-        reach = row.changes->template touched<kBatch>(first, end);
+        const Touched touched = row.changes->template touched<kBatch>(first, end);
+        reach = touched.seen | touched.special;
       }
       row.load_unchanged(first, end, v);
 #pragma unroll
@@ -553,43 +613,49 @@ __device__ __forceinline__ int collect(const RowOfLogits<T>& row, const SegmentS
   return s.count;
 }
 
-/// As sort_list, up to kFew items: some neighbouring lanes count the smaller ones of an item. No two are equal.
-__device__ __forceinline__ void sort_few(int count, Shared& s) {
-  constexpr int kLanes = kThreads / kFew;
-  static_assert(kLanes <= 32 && kThreads % kFew == 0, "the lanes of an item are of one warp");
-  const int i = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
-  const uint64_t item = i < count ? s.list[i] : 0;
-  int rank = 0;
-  for (int other = lane; other < count; other += kLanes) rank += s.list[other] < item;
+/// Sorts the first `count` items, rising. No two are equal.
+template <class Threads>
+__device__ __forceinline__ void sort_list(int count, const Threads& threads) {
+  uint64_t* const list = threads.s.list;
+  const int own = static_cast<int>(threadIdx.x);
+  threads.sync();
+  // Few are counted: an item's place is the number of smaller ones.
+  constexpr int kOwn = Threads::kSize == 32 ? Threads::kItems : 1;
+  if (count <= kOwn * Threads::kSize) {
+    uint64_t item[kOwn];
+    int place[kOwn] = {};
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) rank += __shfl_xor_sync(kAllLanes, rank, step);
-  __syncthreads();
-  if (i < count && lane == 0) s.list[rank] = item;
-  __syncthreads();
-}
-
-/// Sorts the first `count` items, rising.
-__device__ __forceinline__ void sort_list(int count, Shared& s) {
-  if (count <= kFew) {
-    __syncthreads();
-    return sort_few(count, s);
+    for (int j = 0; j < kOwn; ++j) item[j] = own + j * Threads::kSize < count ? list[own + j * Threads::kSize] : 0;
+#pragma unroll 4
+    for (int other = 0; other < count; ++other) {
+      const uint64_t value = list[other];
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) place[j] += value < item[j];
+    }
+    threads.sync();
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      if (own + j * Threads::kSize < count) list[place[j]] = item[j];
+    }
+    threads.sync();
+    return;
   }
   int size = 2;
   while (size < count) size *= 2;
-  for (int i = count + threadIdx.x; i < size; i += kThreads) s.list[i] = ~uint64_t{0};
-  __syncthreads();
+  for (int i = count + own; i < size; i += Threads::kSize) list[i] = ~uint64_t{0};
+  threads.sync();
   for (int run = 2; run <= size; run *= 2) {
     for (int distance = run / 2; distance > 0; distance /= 2) {
-      for (int i = threadIdx.x; i < size; i += kThreads) {
+      for (int i = own; i < size; i += Threads::kSize) {
         const int partner = i ^ distance;
         if (partner < i) continue;
-        const uint64_t a = s.list[i], b = s.list[partner];
+        const uint64_t a = list[i], b = list[partner];
         if ((a > b) == ((i & run) == 0)) {
-          s.list[i] = b;
-          s.list[partner] = a;
+          list[i] = b;
+          list[partner] = a;
         }
       }
-      __syncthreads();
+      threads.sync();
     }
   }
 }
@@ -604,9 +670,12 @@ struct Filters {
 
 /// Draws from the list of `count` items, which holds all tokens down to some logit. -1: the list ends before top_p does.
 /// `total` is the sum of all weights of the row; with top_k the list is all that counts.
+template <class Threads>
 __device__ __forceinline__ int draw_from_list(int count, bool complete, const Filters& f, double total,
-                                              Shared& s) {
-  sort_list(count, s);
+                                              const Threads& threads) {
+  constexpr int kItems = Threads::kItems;
+  uint64_t* const list = threads.s.list;
+  sort_list(count, threads);
   const int first = kItems * static_cast<int>(threadIdx.x);
   const int within = f.top_k > 0 && f.top_k < count ? f.top_k : count;
   uint64_t item[kItems];
@@ -617,13 +686,13 @@ __device__ __forceinline__ int draw_from_list(int count, bool complete, const Fi
     double own = 0;
 #pragma unroll
     for (int j = 0; j < kItems; ++j) before[j] = own, own += weight[j];
-    const double others = sum_before(own, mass, s);
+    const double others = threads.sum_before(own, mass);
 #pragma unroll
     for (int j = 0; j < kItems; ++j) before[j] += others;
   };
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
-    item[j] = first + j < within ? s.list[first + j] : 0;
+    item[j] = first + j < within ? list[first + j] : 0;
     weight[j] = first + j < within ? weight_of(logit_of(item[j]), f.softmax) : 0.f;
   }
   add_up();
@@ -639,16 +708,16 @@ __device__ __forceinline__ int draw_from_list(int count, bool complete, const Fi
     const bool in_set = first + j == 0 || before[j] < wanted;
     kept += first + j < within && in_set && weight[j] >= f.min_p && weight[j] > 0.f;
   }
-  kept = block_count(kept, s);
+  kept = threads.sum(kept);
   // By id, with the logit's key in the low half.
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
-    if (first + j < kept) s.list[first + j] = item[j] << 32 | static_cast<uint32_t>(~(item[j] >> 32));
+    if (first + j < kept) list[first + j] = item[j] << 32 | static_cast<uint32_t>(~(item[j] >> 32));
   }
-  sort_list(kept, s);
+  sort_list(kept, threads);
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
-    item[j] = first + j < kept ? s.list[first + j] : 0;
+    item[j] = first + j < kept ? list[first + j] : 0;
     weight[j] = first + j < kept ? weight_of(value_of(static_cast<uint32_t>(item[j])), f.softmax) : 0.f;
   }
   add_up();
@@ -658,8 +727,8 @@ __device__ __forceinline__ int draw_from_list(int count, bool complete, const Fi
   for (int j = kItems - 1; j >= 0; --j) {
     if (first + j < kept && before[j] + weight[j] > target) drawn = min(drawn, first + j);
   }
-  drawn = block_min(drawn, s);
-  return static_cast<int>(s.list[drawn] >> 32);
+  drawn = threads.min(drawn);
+  return static_cast<int>(list[drawn] >> 32);
 }
 
 // ---- the whole row
@@ -719,27 +788,36 @@ __device__ __forceinline__ int walk(const RowOfLogits<T>& row, Weight&& weight, 
   return found;
 }
 
-/// The segment of the draw: `segment_weight` is that of this thread's segment, `before` the sum of those before it.
-template <class T, class Weight>
-__device__ __forceinline__ int locate_in(const RowOfLogits<T>& row, Weight&& weight, double segment_weight,
-                                         double before, double target, Shared& s) {
-  const int mine = static_cast<int>(threadIdx.x);
-  const bool reaches = segment_weight > 0 && before + segment_weight > target;
-  int chosen = block_min(reaches ? mine : INT_MAX, s);
+/// The first token, by rising id, whose running sum of weight(logit, id) exceeds `target`, or target * the total when
+/// of_total; the last of positive weight when none does. segment_weight(i) is that of a segment. For one warp.
+template <class T, class Weight, class SegmentWeight>
+__device__ __forceinline__ int locate_in(const RowOfLogits<T>& row, Weight&& weight, SegmentWeight&& segment_weight,
+                                         double target, bool of_total, Shared& s) {
+  // A lane has neighbouring segments.
+  const int each = (row.segments.count + 31) / 32, begin = lane_id() * each;
+  const int end = min(begin + each, row.segments.count);
+  double own = 0, total;
+  for (int i = begin; i < end; ++i) own += segment_weight(i);
+  double before = Warp{s}.sum_before(own, total);
+  if (of_total) target *= total;
+  const uint32_t some = __ballot_sync(kAllLanes, own > 0);
+  const uint32_t reach = __ballot_sync(kAllLanes, own > 0 && before + own > target);
+  if (some == 0) return 0;
   // Rounding may leave the last sum below the target: then the last segment that weighs anything.
-  if (chosen == INT_MAX) chosen = -block_min(segment_weight > 0 ? -mine : 0, s);
-  if (chosen / 32 == warp_id()) {
-    const int found = walk(row, weight, chosen, __shfl_sync(kAllLanes, before, chosen % 32), target);
-    if (lane_id() == 0) s.found = found;
+  const int lane = reach != 0 ? __ffs(reach) - 1 : 31 - __clz(some);
+  int chosen = 0;
+  double before_chosen = before;
+  for (int i = begin; i < end && before <= target; ++i) {
+    const double sum = segment_weight(i);
+    if (!(sum > 0)) continue;
+    chosen = i, before_chosen = before;
+    before += sum;
   }
-  __syncthreads();
-  const int found = s.found;
-  __syncthreads();
-  return found;
+  chosen = __shfl_sync(kAllLanes, chosen, lane);
+  return walk(row, weight, chosen, __shfl_sync(kAllLanes, before_chosen, lane), target);
 }
 
-/// The first token, by rising id, whose running sum of weight(logit, id) exceeds `target`, or u * the total when
-/// of_total; the last of positive weight when none does.
+/// The same from the logits alone, by the block.
 template <class T, class Weight>
 __device__ __forceinline__ int locate(const RowOfLogits<T>& row, Weight&& weight, double target,
                                       bool of_total, Shared& s) {
@@ -760,10 +838,14 @@ __device__ __forceinline__ int locate(const RowOfLogits<T>& row, Weight&& weight
     if (lane_id() == 0) s.sums[i] = sum;
   }
   __syncthreads();
-  const double own = static_cast<int>(threadIdx.x) < row.segments.count ? s.sums[threadIdx.x] : 0;
-  double total;
-  const double before = sum_before(own, total, s);
-  return locate_in(row, weight, own, before, of_total ? target * total : target, s);
+  if (warp_id() == 0) {
+    const int found = locate_in(row, weight, [&](int i) { return s.sums[i]; }, target, of_total, s);
+    if (lane_id() == 0) s.found = found;
+  }
+  __syncthreads();
+  const int found = s.found;
+  __syncthreads();
+  return found;
 }
 
 /// The lowest id with the row's largest logit.
@@ -772,7 +854,7 @@ __device__ __forceinline__ int largest(const RowOfLogits<T>& row, const SegmentS
                                        Shared& s) {
   int lowest = INT_MAX;
   for_each_from(row, stats, max, [&](float, int id) { lowest = min(lowest, id); }, s);
-  return block_min(lowest, s);
+  return Block{s}.min(lowest);
 }
 
 /// The last token kept, in falling order: larger logits are, and of its equals those up to `id`.
@@ -861,21 +943,37 @@ __device__ __forceinline__ float threshold_for(const RowOfLogits<T>& row, const 
   return threshold_of(row, stats, wanted > 0 && wanted < most ? static_cast<int>(wanted) : most, bounds, s);
 }
 
-/// A token of the row, of which `bounds` knows the weights unless top_k or min_p cut.
+/// A token of the row; the first warp has it.
 template <class T>
 __device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f, const RowBounds& bounds,
                                     Shared& s) {
   if (f.is_free()) {
+    if (warp_id() != 0) return 0;
     const auto weight = [&](float l, int) { return weight_of(l, f.softmax); };
-    return locate_in(row, weight, bounds.weight, bounds.before, f.u * bounds.total, s);
+    const auto segment_weight = [&](int i) {
+      const float max = s.drawn.max[i];
+      return max > -INFINITY ? double{s.drawn.sum[i]} * weight_of(max, f.softmax) : 0.;
+    };
+    return locate_in(row, weight, segment_weight, f.u, true, s);
   }
   if (f.top_k > 0 || f.top_p < 1.f) {
     const float threshold = threshold_for(row, s.drawn, f.top_k, bounds, s);
     const int count = collect(row, s.drawn, threshold, false, s);
     const bool complete = threshold == -INFINITY;  // of all tokens that could be drawn
     if (count <= kShortList && (complete || f.top_k == 0 || count >= f.top_k)) {
-      const int id = draw_from_list(count, complete, f, bounds.total, s);
-      if (id >= 0) return id;
+      const double total = f.top_k > 0 ? 0. : total_of(s.drawn, row.segments.count, f.softmax);
+      if (count > Warp::kSize * Warp::kItems) {
+        const int id = draw_from_list(count, complete, f, total, Block{s});
+        if (id >= 0) return id;
+      } else {
+        if (warp_id() == 0) {
+          const int id = draw_from_list(count, complete, f, total, Warp{s});
+          if (lane_id() == 0) s.found = id;
+        }
+        __syncthreads();
+        if (s.found >= 0) return s.found;
+        __syncthreads();
+      }
     }
   }
   return draw_from_row(row, f, s);
@@ -888,7 +986,7 @@ __device__ __forceinline__ void list_largest(const RowOfLogits<T>& row, int64_t 
   const float threshold = threshold_for(row, s.given, wanted, bounds, s);
   const int count = collect(row, s.given, threshold, true, s);
   if (count <= kShortList && (threshold == -INFINITY || count >= wanted)) {
-    sort_list(count, s);
+    sort_list(count, Block{s});
     for (int64_t i = threadIdx.x; i < wanted; i += kThreads) {
       const uint64_t item = i < count ? s.list[i] : 0;
       write(i, i < count ? static_cast<int>(static_cast<uint32_t>(item)) : -1, logit_of(item));
@@ -910,7 +1008,7 @@ __device__ __forceinline__ void list_largest(const RowOfLogits<T>& row, int64_t 
       }
     });
     last = block_max(best_id == INT_MAX ? -INFINITY : best, s);
-    last_id = block_min(best == last ? best_id : INT_MAX, s);
+    last_id = Block{s}.min(best == last ? best_id : INT_MAX);
     const bool none = last_id == INT_MAX;
     if (threadIdx.x == 0) write(i, none ? -1 : last_id, last);
     if (none) last = -INFINITY;
