@@ -4,9 +4,9 @@
 //   bytes  4 D H                        read once, written once; with fp8 out 3 D H
 //   flops  7 D (heads_q + heads_kv)     below two flops per byte: memory is the only roof
 //
-// Heads of whole groups of eight stay in registers. A warp takes several heads of a token, as many at once as its lanes
-// hold, so that it reads cosines and sines once and has several loads under way; a lane holds both of a rotated pair.
-// Heads of other widths go a warp each through shared memory.
+// A warp takes several heads of a token, so that it reads cosines and sines once, and asks for all of them before it looks at
+// any. A lane holds two groups of eight values of a head, which hold both of a rotated pair. Heads that do not fit that, by
+// their width or their addresses, go a warp each.
 //
 // Types of what leaves are known when it runs: a kernel per pair of them would only cost size.
 
@@ -287,7 +287,7 @@ template <class In, RopeStyle kStyle, bool kNormLast, int kLanes>
 __global__ __launch_bounds__(kWarps * 32,
                              4) void attention_prologue_pairs_kernel(const __grid_constant__ Params p) {
   constexpr int kHeads = 32 / kLanes, kCopies = kGroup / kVec<In>;
-  extern __shared__ uint4 staged[];  // [warp, pass, group of a pair, copy, lane]
+  extern __shared__ uint4 staged[];                            // [warp, pass, group of a pair, copy, lane]
   __shared__ __align__(16) float weights[kKinds][kMostWidth];  // ones where there is no norm
   __shared__ Places places[kWarps][kKinds];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = lane % kLanes;
@@ -308,7 +308,8 @@ __global__ __launch_bounds__(kWarps * 32,
     const bool reads = works && in_head && first + pass * kHeads < heads;
 #pragma unroll
     for (int i = 0; i < 2 * kCopies; ++i) {
-      copy_16_async(stage + (pass * 2 * kCopies + i) * 32, head + at[i / kCopies] + i % kCopies * kVec<In>, reads);
+      copy_16_async(stage + (pass * 2 * kCopies + i) * 32, head + at[i / kCopies] + i % kCopies * kVec<In>,
+                    reads);
     }
   }
   commit_copies();
@@ -441,11 +442,11 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
   p.inverse_dim = 1.f / static_cast<float>(p.head_dim);
 
   const auto launch_for = [&](auto kernel, int64_t warps, int64_t parts, int64_t smem_bytes) {
-    const LaunchShape shape{.grid = dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps),
-                                         static_cast<unsigned>(parts)),
-                            .block = dim3(kWarps * 32),
-                            .smem_bytes = smem_bytes,
-                            .overlap_previous = true};
+    const LaunchShape shape{
+        .grid = dim3(static_cast<unsigned>((warps + kWarps - 1) / kWarps), static_cast<unsigned>(parts)),
+        .block = dim3(kWarps * 32),
+        .smem_bytes = smem_bytes,
+        .overlap_previous = true};
     return launch("attention_prologue", kernel, shape, stream, p);
   };
   const int heads = p.heads_q + 2 * p.heads_kv;
@@ -459,7 +460,8 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
   with_type<float, bf16>(args.qkv.dtype, [&](auto type) {
     using In = decltype(type);
     if (!groups) {
-      status = launch_for(attention_prologue_kernel<In>, p.tokens * heads, 1, int64_t{kWarps} * p.head_dim * 4);
+      status =
+          launch_for(attention_prologue_kernel<In>, p.tokens * heads, 1, int64_t{kWarps} * p.head_dim * 4);
       return;
     }
     // A warp takes up to kMostPasses of a token's heads, and fewer where there are too few tokens to give every SM its warps.
@@ -467,8 +469,8 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
     constexpr int64_t kEnoughWarps = 4096;
     const auto run = [&](auto kernel, int lanes) {
       const int at_once = 32 / lanes, all = (heads + at_once - 1) / at_once;
-      const auto parts = static_cast<int>(
-          std::clamp<int64_t>(kEnoughWarps / std::max<int64_t>(p.tokens, 1), (all + kMostPasses - 1) / kMostPasses, all));
+      const auto parts = static_cast<int>(std::clamp<int64_t>(kEnoughWarps / std::max<int64_t>(p.tokens, 1),
+                                                              (all + kMostPasses - 1) / kMostPasses, all));
       p.passes = (all + parts - 1) / parts;
       status = launch_for(kernel, p.tokens, (all + p.passes - 1) / p.passes,
                           int64_t{kWarps} * p.passes * 32 * kPair * sizeof(In));

@@ -66,6 +66,8 @@ __device__ __forceinline__ float field(const float* list, int64_t row, float oth
   return list != nullptr ? list[row] : otherwise;
 }
 
+constexpr int kBlocksPerSm = 4;  // so that some read while others choose
+
 template <class T>
 __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const __grid_constant__ Params p) {
   __shared__ Shared s;
@@ -79,7 +81,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
                              nullptr};
   given.prefetch(block * kWarps + warp_id());
 #if __CUDA_ARCH__ >= 900
-  if (blocks > 1) cluster_arrive();
+  if (blocks > 1) cluster_arrive_without_fence();
 #endif
   wait_for_previous_kernel();
 
@@ -89,7 +91,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
   const float repetition = field(p.repetition, r, 1.f), presence = field(p.presence, r, 0.f);
   const float frequency = field(p.frequency, r, 0.f);
   const int top_k = p.top_k != nullptr ? p.top_k[r] : 0;
-  const int64_t seed = p.seed != nullptr ? p.seed[r] : 0, position = p.position != nullptr ? p.position[r] : 0;
+  const int64_t seed = p.seed != nullptr ? p.seed[r] : 0,
+                position = p.position != nullptr ? p.position[r] : 0;
   int64_t state = -1;
   if (p.prompt_bits != nullptr || p.output_counts != nullptr) state = p.state != nullptr ? p.state[r] : r;
   const int64_t bias_begin = p.bias_start != nullptr ? p.bias_start[r] : 0;
@@ -103,17 +106,13 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void sampler_kernel(const _
       valid && state >= 0 && p.output_counts != nullptr ? p.output_counts + state * p.counts_stride : nullptr;
   if (valid) {
     const bool penalised = state >= 0 && (repetition != 1.f || presence != 0.f || frequency != 0.f);
-    const Changes changes{
-        p.allowed_bits != nullptr ? p.allowed_bits + r * p.allowed_stride : nullptr,
-        penalised && p.prompt_bits != nullptr ? p.prompt_bits + state * p.bits_stride : nullptr,
-        penalised ? counts : nullptr,
-        repetition,
-        presence,
-        frequency};
+    const Changes changes =
+        Changes::of(p.allowed_bits != nullptr ? p.allowed_bits + r * p.allowed_stride : nullptr,
+                    penalised && p.prompt_bits != nullptr ? p.prompt_bits + state * p.bits_stride : nullptr,
+                    penalised ? counts : nullptr, repetition, presence, frequency);
     if (changes.any()) {
-      auto* const shared = reinterpret_cast<Changes*>(s.changes);
-      if (threadIdx.x == 0) *shared = changes;
-      row.changes = shared;
+      if (threadIdx.x == 0) s.changes = changes;
+      row.changes = &s.changes;
     }
   }
   __syncthreads();
@@ -246,18 +245,21 @@ Result<Clusters> clusters_of(int ordinal) {
   return clusters;
 }
 
-/// As many as the GPU runs at once, if each of them leaves the others fewer segments. The result does not depend on it.
+/// As many as the GPU runs at once, if each of them leaves the others fewer chunks. Clusters of more than two do not spread
+/// evenly over the SMs: they are not to fill them. The result does not depend on it.
 template <class T>
 Result<int> blocks_per_row(int64_t rows, int64_t vocab, const Stream& stream) {
   VIVACE_TRY_ASSIGN(const Clusters clusters, clusters_of<T>(stream.ordinal));
+  const auto fit = [&](int blocks) {
+    const int64_t all = clusters[blocks - 1];
+    return rows <= (blocks > 2 ? all * 7 / 10 : all);
+  };
   const auto chunks_of_warp = [&](int blocks) {
-    const int64_t all = (vocab + kChunk - 1) / kChunk;
-    return (all + blocks * kWarps - 1) / (blocks * kWarps);
+    const int64_t all = (vocab + kChunk - 1) / kChunk, warps = int64_t{blocks} * kWarps;
+    return (all + warps - 1) / warps;
   };
   int blocks = kMostBlocks;
-  while (blocks > 1 && (clusters[blocks - 1] < rows || chunks_of_warp(blocks) == chunks_of_warp(blocks - 1))) {
-    --blocks;
-  }
+  while (blocks > 1 && (!fit(blocks) || chunks_of_warp(blocks) == chunks_of_warp(blocks - 1))) --blocks;
   return blocks;
 }
 
@@ -271,44 +273,44 @@ int64_t sampler_cuda_workspace_bytes(const SamplerArgs& args, const Stream&) {
 Status sampler_cuda(const SamplerArgs& args, const Stream& stream) {
   const int64_t rows = args.logits.shape[0], vocab = args.logits.shape[1];
   const Tensor& history = args.prompt_bits.present() ? args.prompt_bits : args.output_counts;
-  Params params{.logits = args.logits.data,
-                .temperature = args.temperature.as<const float>(),
-                .top_p = args.top_p.as<const float>(),
-                .min_p = args.min_p.as<const float>(),
-                .repetition = args.repetition_penalty.as<const float>(),
-                .presence = args.presence_penalty.as<const float>(),
-                .frequency = args.frequency_penalty.as<const float>(),
-                .top_k = args.top_k.as<const int32_t>(),
-                .seed = args.seed.as<const int64_t>(),
-                .position = args.position.as<const int64_t>(),
-                .prompt_bits = args.prompt_bits.as<const uint32_t>(),
-                .output_counts = args.output_counts.as<int32_t>(),
-                .state = args.state.as<const int32_t>(),
-                .bias_start = args.bias_start.as<const int32_t>(),
-                .bias_ids = args.bias_ids.as<const int32_t>(),
-                .bias_values = args.bias_values.as<const float>(),
-                .allowed_bits = args.allowed_bits.as<const uint32_t>(),
-                .ids = args.ids.as<int32_t>(),
-                .valid = args.valid.as<uint8_t>(),
-                .logprobs = args.logprobs.as<float>(),
-                .top_ids = args.top_ids.as<int32_t>(),
-                .top_logprobs = args.top_logprobs.as<float>(),
-                .scratch = args.bias_start.present() ? reinterpret_cast<float*>(first_line(args.workspace))
-                                                     : nullptr,
-                .vocab = vocab,
-                .logits_stride = args.logits.stride[0],
-                .bits_stride = args.prompt_bits.stride[0],
-                .counts_stride = args.output_counts.stride[0],
-                .allowed_stride = args.allowed_bits.stride[0],
-                .top_ids_stride = args.top_ids.stride[0],
-                .top_logprobs_stride = args.top_logprobs.stride[0],
-                .scratch_stride = args.bias_start.present() ? copy_stride(vocab) : 0,
-                .states = history.shape[0],
-                .entries = args.bias_ids.shape[0],
-                .top = args.top_ids.present() ? args.top_ids.shape[1] : 0,
-                .blocks_per_row = 1,
-                .count_ids = args.count_ids,
-                .whole = alignment_of(args.logits) % int64_t{sizeof(float4)} == 0 && vocab % kGroup == 0};
+  Params params{
+      .logits = args.logits.data,
+      .temperature = args.temperature.as<const float>(),
+      .top_p = args.top_p.as<const float>(),
+      .min_p = args.min_p.as<const float>(),
+      .repetition = args.repetition_penalty.as<const float>(),
+      .presence = args.presence_penalty.as<const float>(),
+      .frequency = args.frequency_penalty.as<const float>(),
+      .top_k = args.top_k.as<const int32_t>(),
+      .seed = args.seed.as<const int64_t>(),
+      .position = args.position.as<const int64_t>(),
+      .prompt_bits = args.prompt_bits.as<const uint32_t>(),
+      .output_counts = args.output_counts.as<int32_t>(),
+      .state = args.state.as<const int32_t>(),
+      .bias_start = args.bias_start.as<const int32_t>(),
+      .bias_ids = args.bias_ids.as<const int32_t>(),
+      .bias_values = args.bias_values.as<const float>(),
+      .allowed_bits = args.allowed_bits.as<const uint32_t>(),
+      .ids = args.ids.as<int32_t>(),
+      .valid = args.valid.as<uint8_t>(),
+      .logprobs = args.logprobs.as<float>(),
+      .top_ids = args.top_ids.as<int32_t>(),
+      .top_logprobs = args.top_logprobs.as<float>(),
+      .scratch = args.bias_start.present() ? reinterpret_cast<float*>(first_line(args.workspace)) : nullptr,
+      .vocab = vocab,
+      .logits_stride = args.logits.stride[0],
+      .bits_stride = args.prompt_bits.stride[0],
+      .counts_stride = args.output_counts.stride[0],
+      .allowed_stride = args.allowed_bits.stride[0],
+      .top_ids_stride = args.top_ids.stride[0],
+      .top_logprobs_stride = args.top_logprobs.stride[0],
+      .scratch_stride = args.bias_start.present() ? copy_stride(vocab) : 0,
+      .states = history.shape[0],
+      .entries = args.bias_ids.shape[0],
+      .top = args.top_ids.present() ? args.top_ids.shape[1] : 0,
+      .blocks_per_row = 1,
+      .count_ids = args.count_ids,
+      .whole = alignment_of(args.logits) % int64_t{sizeof(float4)} == 0 && vocab % kGroup == 0};
   Status status;
   with_type<float, bf16>(args.logits.dtype, [&](auto type) {
     using T = decltype(type);
