@@ -31,6 +31,11 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+/// Asks for the line of global memory at `p` to be brought into the L2. A hint: it may come before the wait above.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // ---- 16-byte asynchronous copies (compute capability 8.0)
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -160,8 +165,16 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+/// A barrier of the cluster in two halves; threads that have ended are not waited for. An arrival that says nothing about what
+/// was written before it needs no fence: it tells that this CTA runs.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_without_fence() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 /// The address in CTA `rank`'s shared memory that corresponds to `p` here.
 template <class T>

@@ -24,16 +24,17 @@ __device__ __forceinline__ float made_scale(float max) {
 /// The larger magnitude; a NaN wins.
 struct MaxMagnitude {
   __device__ __forceinline__ float operator()(float a, float b) const {
-    a = fabsf(a), b = fabsf(b);
-    return a > b || a != a ? a : b;
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return c;
   }
   static constexpr float kIdentity = 0.f;
 };
 
 /// v / scale for fp8: what e4m3 rounds is the quotient rounded to fp32. A reciprocal and one correction give that too, unless
 /// the scale is far from 1 or its significand all ones, in a third of the time; quotients too small for that to hold become
-/// zeros of e4m3 either way.
-template <int kCount>
+/// zeros of e4m3 either way. kMade: the scale was made of these values, so that no quotient is infinite.
+template <bool kMade = false, int kCount>
 __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
   if (scale < 0x1p-90f || !(scale <= 0x1p90f) || (__float_as_uint(scale) & 0x7fffffu) == 0x7fffffu) {
 #pragma unroll
@@ -44,9 +45,9 @@ __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float quotient = v[i] * inverse;
-    const float corrected = fmaf(fmaf(-quotient, scale, v[i]), inverse, quotient);
-    // Infinities have no remainder, and that of -0 is 0.
-    v[i] = fabsf(quotient) < INFINITY ? copysignf(corrected, v[i]) : quotient;
+    // Taken as what is too much, so that a zero keeps its sign. Infinities have no remainder.
+    const float corrected = fmaf(-fmaf(quotient, scale, -v[i]), inverse, quotient);
+    v[i] = kMade || fabsf(quotient) < INFINITY ? corrected : quotient;
   }
 }
 

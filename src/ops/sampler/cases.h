@@ -21,6 +21,9 @@ struct SamplerCase {
   bool penalties = false;  ///< all three, with history, bias and banned tokens
   int32_t logprobs = -1;   ///< -1: none; n: the chosen token's and the n best
   int64_t row_stride = 0;  ///< 0: contiguous
+  double repetition = 1.3;
+  bool repetition_alone =
+      false;  ///< of the penalties, over a prompt that holds every seventh id; no bias, no ban
 };
 
 inline constexpr SamplerCase kSamplerTestCases[] = {
@@ -49,6 +52,10 @@ inline constexpr SamplerCase kSamplerTestCases[] = {
     {"top-k beyond a short list", 3, 20000, DType::f32, 1, 1, 3000, 0.9},
     {"top-p, flat, ties", 4, 30011, DType::bf16, 0.1, 1, 0, 0.7, 0, false, 600},
     {"strided rows", 5, 333, DType::f32, 2, 1, 10, 0.9, 0, true, 4, 340},
+    {"repetition", 5, 32000, DType::bf16, 4, 1, 20, 0.9, 0, true, 0, 0, 1.1, true},
+    {"repetition, free draw", 5, 40007, DType::f32, 3, 1, 0, 1, 0, true, -1, 0, 1.2, true},
+    {"repetition below 1", 5, 32000, DType::bf16, 2, 1, 50, 1, 0, true, 3, 0, 0.7, true},
+    {"repetition far from 1", 5, 20000, DType::f32, 2, 1, 10, 1, 0, true, -1, 0, 4e6, true},
 };
 
 inline constexpr SamplerCase kSamplerServingCases[] = {
@@ -180,7 +187,10 @@ struct SamplerProblem {
     valid = Guarded(DType::u8, {c.rows});
     SampleSpec common{.temperature = c.temperature, .top_k = c.top_k, .top_p = c.top_p, .min_p = c.min_p};
     std::vector<uint32_t> allowed;
-    if (c.penalties) {
+    if (c.penalties && c.repetition_alone) {
+      for (int32_t id = 3; id < c.vocab; id += 7) common.prompt_ids.push_back(id);
+      common.repetition_penalty = c.repetition;
+    } else if (c.penalties) {
       const auto any_id = [&] {
         return static_cast<int32_t>(rng() % (c.vocab + 2)) - 1;
       };  // some are no token
@@ -189,7 +199,7 @@ struct SamplerProblem {
       for (int i = 0; i < 10; ++i) common.output_ids.push_back(common.output_ids[i]);
       common.banned_ids = {any_id(), any_id()};
       common.logit_bias = {{any_id(), 3.f}, {any_id(), -2.f}, {any_id(), 5.f}};
-      common.repetition_penalty = 1.3;
+      common.repetition_penalty = c.repetition;
       common.presence_penalty = 0.5;
       common.frequency_penalty = 0.25;
       allowed.assign((c.vocab + 31) / 32, 0xFFFFFFFEu);
@@ -198,7 +208,7 @@ struct SamplerProblem {
       SampleSpec spec = common;
       spec.seed = rng();
       spec.position = r;
-      if (r % 2 == 1) spec.allowed_bits = allowed;
+      if (r % 2 == 1 && !c.repetition_alone) spec.allowed_bits = allowed;
       specs.push_back(spec);
     }
     args = {.logits = logits, .ids = ids, .valid = valid};
