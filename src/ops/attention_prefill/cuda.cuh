@@ -81,7 +81,6 @@ struct FoundTile {
 /// long block should be left for the end; false when there are fewer. Every warp searches by itself.
 template <class TilesOf>
 __device__ __forceinline__ bool tile_of_block(int requests, int index, TilesOf&& tiles_of, FoundTile& out) {
-  constexpr uint32_t kAllLanes = 0xffffffffu;
   const int lane = threadIdx.x % 32, own = lane < requests ? tiles_of(lane) : 0;
   const auto tiles = [&](int request) {
     return request == lane ? own : request < requests ? tiles_of(request) : 0;

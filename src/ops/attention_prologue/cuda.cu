@@ -26,7 +26,6 @@ using namespace device;
 
 constexpr int kWarps = 8;
 constexpr int kMostWidth = 256;  // of a head that a warp holds in registers
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 /// Base, strides in elements, and type of an output.
 struct Target {

@@ -20,7 +20,6 @@ constexpr int kShortList = 2048;                             // tokens that fit 
 constexpr int kFew = 128;                                    // tokens that are sorted by counting
 constexpr int kMostNotes = 384;  // notes that a threshold may rest on: with more the list would overflow
 constexpr int kWays = 8;         // of the search over a whole row
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 /// What one look leaves of each segment of a row.
 struct SegmentStats {
@@ -49,12 +48,6 @@ __device__ __forceinline__ int warp_id() {
 }
 
 // ---- reductions over the block; every thread gets the result, and the shared slots may be used again at once
-
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step);
-  return v;
-}
 
 __device__ __forceinline__ float block_max(float v, Shared& s) {
   v = warp_reduce<Max>(v);
@@ -125,13 +118,6 @@ __device__ __forceinline__ uint32_t key_of(float v) {
 }
 __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
-}
-
-/// 2^x to 2 ulp.
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 /// `scale` is log2(e) / temperature, finite.
