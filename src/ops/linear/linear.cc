@@ -5,7 +5,6 @@
 
 #include "src/core/checks.h"
 #include "src/core/log.h"
-#include "src/ops/linear/check_given.h"
 #include "src/ops/linear/cublaslt.h"
 #include "src/ops/linear/fp8_scales.h"
 #include "src/ops/linear/table.h"
@@ -102,8 +101,8 @@ Status linear(const LinearArgs& args, const Stream& stream) {
       .that(args.part_count >= 1 && args.part_count <= LinearArgs::kMaxParts, "part_count", args.part_count,
             "1 to 3")
       .tensor("x", args.x, {"tokens", "k"})
-      .dtype("x", args.x, kOutputs | kFp8);
-  VIVACE_TRY(check_given(check, "linear", "x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none"));
+      .dtype("x", args.x, kOutputs | kFp8)
+      .given("x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none");
   if (blocks) {
     check.define("k blocks", scale_blocks(args.x.shape[1]), "ceil(k / 128)")
         .tensor("x_scale", args.x_scale, {"tokens", "k blocks"});
@@ -120,9 +119,8 @@ Status linear(const LinearArgs& args, const Stream& stream) {
         .tensor(name.y, part.y, {"tokens", name.n})
         .dtype(name.weight, part.weight, weights)
         .dtype(name.bias, part.bias, kPlain)
-        .dtype(name.y, part.y, kOutputs);
-    VIVACE_TRY(check_given(check, "linear", name.scale, part.weight_scale, fp8,
-                           fp8 ? "scales with fp8 weights" : "none"));
+        .dtype(name.y, part.y, kOutputs)
+        .given(name.scale, part.weight_scale, fp8, fp8 ? "scales with fp8 weights" : "none");
     if (blocks) {
       check.define(name.blocks, scale_blocks(part.weight.shape[0]), "ceil(n / 128)")
           .tensor(name.scale, part.weight_scale, {name.blocks, "k blocks"});
