@@ -127,6 +127,7 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   report.mapped_bytes = files.checkpoint->mapped_bytes();
   EngineOptions engine_options = args.engine;
   engine_options.log = note;
+  engine_options.count_experts = true;
   VIVACE_TRY_ASSIGN(std::unique_ptr<Engine> engine, Engine::create(engine_options));
   std::vector<bench::PlannedRequest> plan;
   VIVACE_TRY(make_plan(args, files, *engine, plan));
@@ -150,7 +151,9 @@ Status run_bench(const BenchServeArgs& args, int64_t& failures) {
   line.finish();
   if (args.watch) note("\n");
   report.peak_memory_bytes = peak_memory_bytes();
+  engine->drain();  // the last event comes before its request is counted
   report.engine = engine->stats();
+  report.experts = files.checkpoint->config().experts;
   report.metrics = bench::measure(report.load);
   report.rows = rows_since(engine->dispatch(), before);
   EngineOptions options = engine->options();

@@ -41,25 +41,24 @@ Status run_bench(const BenchStepArgs& args) {
   const model::ModelConfig& config = checkpoint->config();
   VIVACE_TRY(check(args, config));
   const EngineOptions options = options_of(args);
-  bench::StepReport report{
-      .model = args.engine.model,
-      .model_summary = checkpoint->summary(),
-      .command = args.command,
-      .version = VIVACE_VERSION,
-      .when = now_utc(),
-      .device = {},
-      .settings = settings_of(options),
-      .options = {.batches = args.batches,
-                  .context = args.context,
-                  .steps = args.steps,
-                  .read_rate = 0,
-                  .seed = args.seed},
-      .layers = config.layers,
-      .sparse_layers = config.is_moe() ? std::ranges::count(config.sparse_layer, true) : 0,
-      .experts = config.experts,
-      .top_k = config.top_k,
-      .points = {},
-      .rows = {}};
+  bench::StepReport report{.model = args.engine.model,
+                           .model_summary = checkpoint->summary(),
+                           .command = args.command,
+                           .version = VIVACE_VERSION,
+                           .when = now_utc(),
+                           .device = {},
+                           .settings = settings_of(options),
+                           .options = {.batches = args.batches,
+                                       .context = args.context,
+                                       .steps = args.steps,
+                                       .read_rate = 0,
+                                       .seed = args.seed},
+                           .layers = config.layers,
+                           .sparse_layers = config.sparse_layers(),
+                           .experts = config.experts,
+                           .top_k = config.top_k,
+                           .points = {},
+                           .rows = {}};
   {  // its memory is free again before the model comes
     VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(options.device, options.threads));
     VIVACE_TRY_ASSIGN(report.options.read_rate, bench::read_rate(compute->stream(nullptr)));

@@ -88,6 +88,7 @@ struct EngineOptions {
   int64_t kv_memory_bytes = 0;  ///< 0: a default that fits the machine
   int64_t max_waiting = 4096;   ///< more are refused with resource_exhausted
   bool prefix_cache = true;
+  bool count_experts = false;  ///< EngineStats has experts; costs a GPU a small kernel and copy a step
   uint64_t seed = 0;  ///< of the generator that seeds requests without a seed
   /// Gets lines about what may surprise, such as the rows that a GPU's calls fall back to; absent: nobody does. Called
   /// while the engine is made.
@@ -99,6 +100,8 @@ struct EngineStats {
   int64_t pages_total = 0, pages_free = 0, pages_cached = 0;
   int64_t steps = 0, prompt_tokens = 0, generated_tokens = 0, cached_tokens = 0, preemptions = 0;
   int64_t finished = 0, cancelled = 0, failed = 0;
+  /// With count_experts, over steps of decodes alone: the MoE layers that ran, and their distinct experts, summed.
+  int64_t moe_layers = 0, touched_experts = 0;
 };
 
 /// Continuous batching over one model. One engine thread plans and runs steps; any thread may

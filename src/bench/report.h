@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -42,6 +43,13 @@ struct Report {
   Metrics metrics;
   LoadResult load;
   EngineStats engine;
+  int64_t experts = 0;  ///< of a MoE layer; 0 in a dense model
+  /// Mean of a layer's touched experts in steps of decodes alone; NaN where none ran.
+  double touched_experts() const {
+    return engine.moe_layers == 0
+               ? NAN
+               : static_cast<double>(engine.touched_experts) / static_cast<double>(engine.moe_layers);
+  }
   std::vector<RowUse> rows;
 };
 

@@ -297,6 +297,10 @@ std::string run_table(const Report& r) {
                             pretty(static_cast<double>(r.mapped_bytes) / 0x1p20)));
   row("engine", fmt::format("{} steps, {} preemptions, {} KV pages", r.engine.steps, r.engine.preemptions,
                             r.engine.pages_total));
+  if (std::isfinite(r.touched_experts())) {
+    row("experts", fmt::format("{} of {}, touched in a layer by a step of decodes alone, mean",
+                               pretty(r.touched_experts()), r.experts));
+  }
   for (const auto& [name, value] : r.settings) row(name, value);
   return out + "</table></div>\n";
 }

@@ -52,6 +52,10 @@ std::string to_text(const Report& report) {
                      m.output_tokens, m.cached_tokens);
   out += fmt::format("{:<26}{:>10.2f} s, {:.1f} requests open on average\n", "duration", m.duration_s,
                      m.mean_concurrency);
+  if (const double touched = report.touched_experts(); std::isfinite(touched)) {
+    out += fmt::format("{:<26}{:>10.1f} of {}, touched in a layer by a step of decodes alone, mean\n",
+                       "experts", touched, report.experts);
+  }
   out += fmt::format("{:<26}{:>10.1f} MiB, of which the model file maps {:.1f}\n", "peak memory",
                      static_cast<double>(report.peak_memory_bytes) / 0x1p20,
                      static_cast<double>(report.mapped_bytes) / 0x1p20);

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "src/bench/ops/suites.h"
 #include "src/bench/ops/timing.h"
@@ -139,19 +138,15 @@ class Batch {
 
 /// Mean over layers and a few steps of the number of distinct experts.
 Result<double> touched_experts(engine::ModelRunner& runner, Batch& batch) {
-  int64_t touched = 0, layers = 0;
-  runner.observe_routes([&](int64_t, const Tensor& expert_ids) {
-    const auto* ids = expert_ids.as<const int32_t>();
-    std::set<int32_t> distinct(ids, ids + expert_ids.elements());
-    distinct.erase(-1);
-    touched += std::ssize(distinct);
-    ++layers;
-  });
+  const engine::ExpertCount before = runner.experts();
+  runner.count_experts(true);
   Status status;
   for (int64_t i = 0; i < kRoutedSteps && status.ok(); ++i) status = batch.step();
-  runner.observe_routes(nullptr);
+  runner.count_experts(false);
   VIVACE_TRY(status);
-  return layers == 0 ? 0 : static_cast<double>(touched) / static_cast<double>(layers);
+  const engine::ExpertCount after = runner.experts();
+  const int64_t layers = after.layers - before.layers;
+  return layers == 0 ? 0 : static_cast<double>(after.touched - before.touched) / static_cast<double>(layers);
 }
 
 /// Microseconds from the end of one step to the end of the next, sorted.
@@ -170,10 +165,6 @@ Result<std::vector<double>> step_times(engine::ModelRunner& runner, Batch& batch
   if (overlaps) VIVACE_TRY(batch.finish());
   std::ranges::sort(times);
   return times;
-}
-
-int64_t sparse_layers(const model::ModelConfig& config) {
-  return config.is_moe() ? std::ranges::count(config.sparse_layer, true) : 0;
 }
 
 /// Tokens whose keys a step reads for each request.
@@ -199,7 +190,7 @@ Result<StepPoint> time_batch(engine::ModelRunner& runner, const StepOptions& opt
   const model::WeightBytes weights = model.weight_bytes();
   point.bytes.dense = weights.dense;
   point.bytes.experts = static_cast<int64_t>(static_cast<double>(weights.expert) * point.touched_experts *
-                                             static_cast<double>(sparse_layers(config)));
+                                             static_cast<double>(config.sparse_layers()));
   point.bytes.kv = size * attended(config, options.context) * (model.page_bytes() / runner.page_tokens());
   point.floor_us = 1e6 * static_cast<double>(point.bytes.total()) / options.read_rate;
   return point;

@@ -59,6 +59,12 @@ Checker& Checker::optional(std::string_view name, const Tensor& tensor,
   return tensor.present() ? this->tensor(name, tensor, dims) : *this;
 }
 
+Checker& Checker::given(std::string_view name, const Tensor& tensor, bool wanted, std::string_view needs) {
+  if (ok() && tensor.present() != wanted)
+    status_ = invalid_argument("{}: {} is {}, needs {}", op_, name, to_string(tensor), needs);
+  return *this;
+}
+
 Checker& Checker::dtype(std::string_view name, const Tensor& tensor, int64_t dtypes_mask) {
   if (!ok() || !tensor.present()) return *this;
   const int64_t type = static_cast<int64_t>(tensor.dtype);

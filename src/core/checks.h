@@ -25,6 +25,8 @@ class Checker {
   /// The same, or absent.
   Checker& optional(std::string_view name, const Tensor& tensor,
                     std::initializer_list<std::string_view> dims);
+  /// It is there exactly when `wanted`; `needs` completes "NAME is absent, needs ..." or "NAME is f32[4], needs ...".
+  Checker& given(std::string_view name, const Tensor& tensor, bool wanted, std::string_view needs);
   Checker& dtype(std::string_view name, const Tensor& tensor, int64_t dtypes_mask);
   /// The whole tensor is dense, not only its last dimension.
   Checker& dense(std::string_view name, const Tensor& tensor);

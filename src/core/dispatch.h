@@ -114,15 +114,20 @@ Status refuse(const Operator<Args>& op, const Args& args, const Stream& stream) 
 }
 }  // namespace internal
 
+/// Counts a call of a row.
+template <class Args>
+void count_call(const Operator<Args>& op, const Row<Args>& row, const Stream& stream) {
+  if (stream.dispatch == nullptr) return;
+  const int index = operator_index(op.rows.data());
+  if (index >= 0) stream.dispatch->count(index, static_cast<int>(&row - op.rows.data()));
+}
+
 /// Chooses a row, counts the call and runs it. unsupported: no row fits; the message lists each and why.
 template <class Args>
 Status dispatch(const Operator<Args>& op, const Args& args, const Stream& stream) {
   const Row<Args>* row = choose(op, args, stream);
   if (row == nullptr) return internal::refuse(op, args, stream);
-  if (stream.dispatch) {
-    const int index = operator_index(op.rows.data());
-    if (index >= 0) stream.dispatch->count(index, static_cast<int>(row - op.rows.data()));
-  }
+  count_call(op, *row, stream);
   return row->run(args, stream);
 }
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "src/device/reduce.h"
+
 namespace vivace::device {
 
 struct FoundItem {
@@ -33,7 +35,7 @@ __device__ __forceinline__ bool find_item(int64_t parts, int64_t item, ItemsOf&&
     int64_t inclusive = items;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int64_t below = __shfl_up_sync(0xffffffffu, inclusive, step);
+      const int64_t below = __shfl_up_sync(kAllLanes, inclusive, step);
       if (lane >= step) inclusive += below;
     }
     if (lane == 31) memory.warp_items[warp] = inclusive;

@@ -17,6 +17,7 @@ using f16 = __half;
 using fp8 = __nv_fp8_e4m3;
 
 inline constexpr float kFp8Max = 448.f;  ///< largest finite e4m3
+inline constexpr int kScaleBlock = 128;  ///< width of a block of activations that shares a scale
 
 __device__ __forceinline__ float to_float(float v) {
   return v;
@@ -83,6 +84,13 @@ __device__ __forceinline__ void store_floats(const float (&in)[kCount], T* p) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) vec.v[i] = from_float<T>(in[i]);
   *reinterpret_cast<Vec<T, kCount>*>(p) = vec;
+}
+
+/// 2^x to 2 ulp; subnormal numbers are 0.
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 /// Calls body(T{}) with the device type of `dtype`, one of the listed ones; false when it is none of them.

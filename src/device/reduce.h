@@ -5,7 +5,11 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace vivace::device {
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 struct Sum {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
@@ -20,7 +24,12 @@ struct Max {
 template <class Op, int kLanes = 32>
 __device__ __forceinline__ float warp_reduce(float v) {
 #pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) v = Op{}(v, __shfl_xor_sync(0xffffffffu, v, step));
+  for (int step = kLanes / 2; step > 0; step /= 2) v = Op{}(v, __shfl_xor_sync(kAllLanes, v, step));
+  return v;
+}
+__device__ __forceinline__ double warp_sum(double v) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step);
   return v;
 }
 

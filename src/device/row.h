@@ -11,9 +11,6 @@
 
 namespace vivace::device {
 
-/// Width of a block of activations that shares a made scale.
-inline constexpr int kScaleBlock = 128;
-
 /// max / 448, and at least the smallest normal number: what a made scale is. NaN stays NaN.
 __device__ __forceinline__ float made_scale(float max) {
   constexpr float kLeast = 1.17549435e-38f;

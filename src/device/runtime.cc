@@ -207,12 +207,6 @@ Status Event::synchronize() {
   return cuda_status(cudaEventSynchronize(event_of(event_)), "waiting for an event");
 }
 
-bool Event::done() const {
-  if (cudaEventQuery(event_of(event_)) == cudaSuccess) return true;
-  cudaGetLastError();  // consumes "not ready"
-  return false;
-}
-
 Result<double> Event::since(const Event& begin) const {
   float ms = 0;
   VIVACE_TRY(
@@ -346,9 +340,6 @@ Status Event::wait(const Stream&) {
 }
 Status Event::synchronize() {
   return without_cuda();
-}
-bool Event::done() const {
-  return false;
 }
 Result<double> Event::since(const Event&) const {
   return without_cuda();

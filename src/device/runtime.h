@@ -104,7 +104,6 @@ class Event {
   /// `stream` waits for what was recorded.
   Status wait(const Stream& stream);
   Status synchronize();
-  bool done() const;
   /// Milliseconds from `begin` to this event, both done.
   Result<double> since(const Event& begin) const;
 

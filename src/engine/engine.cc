@@ -529,6 +529,9 @@ Status EngineImpl::finish(const StepPlan& plan) {
   const auto samples = static_cast<size_t>(std::ranges::count(plan.work, true, &Work::samples));
   if (sampled_.size() != samples)
     return error(Code::internal, "engine: a step returned {} tokens, needs {}", sampled_.size(), samples);
+  const ExpertCount experts = runner_->experts();
+  counts_.moe_layers = experts.layers;
+  counts_.touched_experts = experts.touched;
   return {};
 }
 

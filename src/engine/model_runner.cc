@@ -75,7 +75,7 @@ class DecoderRunner final : public ModelRunner {
   Status prepare(const EngineOptions& options, int64_t pages);
 
   Status enqueue(const StepInput& input) override;
-  Status finish(std::vector<Sampled>& sampled) override { return samples_->collect(sampled); }
+  Status finish(std::vector<Sampled>& sampled) override;
   bool overlaps() const override { return on_gpu(); }  // a CPU would compute both on the same cores
   int64_t vocab() const override { return model_->config().vocab; }
   int64_t max_model_len() const override { return model_->max_model_len(); }
@@ -85,10 +85,8 @@ class DecoderRunner final : public ModelRunner {
   Dispatch& dispatch() override { return dispatch_; }
   model::Model& model() override { return *model_; }
   Stream stream() override { return compute_->stream(&dispatch_); }
-  void observe_routes(model::Model::RouteObserver observer) override {
-    observed_ = observer != nullptr;
-    model_->observe_routes(std::move(observer));
-  }
+  ExpertCount experts() const override { return experts_; }
+  void count_experts(bool on) override { counts_experts_ = on && model_->config().is_moe(); }
   void pad_decodes() override { pads_ = true; }
 
  private:
@@ -98,13 +96,15 @@ class DecoderRunner final : public ModelRunner {
   void drop_graphs(const SampleBatch::Shape& key);
   Status run_staged(bool in_bucket, const Tensor& logits, const Stream& stream);
   Status compute_and_sample(const Tensor& logits, const Stream& stream);
+  Status count_experts(const StepInput& input, const Stream& stream);
+  ExpertCount* experts_here(int64_t step) const;
 
   std::shared_ptr<const model::Checkpoint> checkpoint_;
   std::unique_ptr<Compute> compute_;
   Dispatch dispatch_;
   std::unique_ptr<model::Model> model_;
   int64_t pages_ = 0;
-  bool observed_ = false, pads_ = false;
+  bool pads_ = false, counts_experts_ = false;
   model::Memory logits_, sampler_scratch_;  // [max_requests, vocab] f32; u8
   std::unique_ptr<SampleBatch> samples_;
   std::map<SampleBatch::Shape, Replay> replays_;  // of decode steps in buckets
@@ -112,6 +112,12 @@ class DecoderRunner final : public ModelRunner {
   std::set<SampleBatch::Shape> seen_;       // shapes of decode steps that came before
   std::set<SampleBatch::Shape> ungraphed_;  // those whose capture failed
   std::vector<int64_t> logit_rows_;         // of the step that runs
+
+  // The sums where steps run, and on a GPU what the host has of them: two steps take turns.
+  model::Memory expert_count_;
+  device::Buffer experts_here_;
+  int64_t enqueued_ = 0, finished_ = 0;  // steps
+  ExpertCount experts_;
 };
 
 Result<int64_t> DecoderRunner::available_bytes() const {
@@ -156,6 +162,13 @@ Status DecoderRunner::prepare(const EngineOptions& options, int64_t pages) {
                                              logits_.tensor(DType::f32, {rows, vocab()}), {});
   VIVACE_TRY_ASSIGN(const int64_t scratch, sampler_workspace_bytes(largest, stream()));
   VIVACE_TRY_ASSIGN(sampler_scratch_, model::Memory::reserve(scratch, "sampler scratch", stream()));
+  VIVACE_TRY_ASSIGN(expert_count_,
+                    model::Memory::reserve(sizeof(ExpertCount), "a count of experts", stream()));
+  if (on_gpu()) {
+    VIVACE_TRY_ASSIGN(experts_here_,
+                      device::Buffer::pinned(compute_->device().ordinal, 2 * sizeof(ExpertCount)));
+  }
+  count_experts(options.count_experts);
   if (options.log) log_fallbacks(options.log);
   return {};
 }
@@ -193,7 +206,7 @@ void DecoderRunner::drop_graphs(const SampleBatch::Shape& key) {
 /// Runs the staged step. Steps in a bucket on a GPU are replays of a graph that was captured when their shape came for the
 /// second time: in the first, libraries may allocate or choose an algorithm, which no capture allows.
 Status DecoderRunner::run_staged(bool in_bucket, const Tensor& logits, const Stream& stream) {
-  if (!on_gpu() || !in_bucket || observed_) return compute_and_sample(logits, stream);
+  if (!on_gpu() || !in_bucket) return compute_and_sample(logits, stream);
   const SampleBatch::Shape key = samples_->shape();
   if (ungraphed_.contains(key) || seen_.insert(key).second) return compute_and_sample(logits, stream);
   drop_graphs(key);
@@ -245,7 +258,29 @@ Status DecoderRunner::enqueue(const StepInput& input) {
                            logits, stream));
   VIVACE_TRY(samples_->stage(input.samples, padded, stream));
   VIVACE_TRY(run_staged(bucket > 0, logits, stream));
-  return samples_->fetch(stream);
+  if (counts_experts_) VIVACE_TRY(count_experts(input, stream));
+  VIVACE_TRY(samples_->fetch(stream));  // its event comes behind the sums too
+  ++enqueued_;
+  return {};
+}
+
+Status DecoderRunner::finish(std::vector<Sampled>& sampled) {
+  const int64_t step = finished_++;
+  VIVACE_TRY(samples_->collect(sampled));
+  if (counts_experts_) experts_ = *experts_here(step);
+  return {};
+}
+
+ExpertCount* DecoderRunner::experts_here(int64_t step) const {
+  if (!on_gpu()) return reinterpret_cast<ExpertCount*>(expert_count_.data());
+  return static_cast<ExpertCount*>(experts_here_.data()) + step % 2;
+}
+
+/// Behind the graph of a step, so that one that counts is the same.
+Status DecoderRunner::count_experts(const StepInput& input, const Stream& stream) {
+  if (decodes_alone(input)) VIVACE_TRY(model_->count_experts(expert_count_.tensor(DType::i64, {2}), stream));
+  if (!on_gpu()) return {};
+  return device::copy_to_host(experts_here(enqueued_), expert_count_.data(), sizeof(ExpertCount), stream);
 }
 
 }  // namespace

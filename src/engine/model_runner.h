@@ -40,8 +40,8 @@ class ModelRunner : public Runner {
  public:
   virtual model::Model& model() = 0;
   virtual Stream stream() = 0;
-  /// Sees the chosen experts of each MoE layer while a step is enqueued, which waits for them; null turns it off.
-  virtual void observe_routes(model::Model::RouteObserver observer) = 0;
+  /// Turns the count of touched experts on or off, as EngineOptions::count_experts does; while nothing is in flight.
+  virtual void count_experts(bool on) = 0;
   /// Decode steps run in the rows of their bucket on a CPU too, which has no graphs and gains nothing by it: for tests.
   virtual void pad_decodes() = 0;
 };

@@ -52,6 +52,11 @@ struct Sampled {
   std::vector<TopLogprob> top;
 };
 
+/// Over steps of decodes alone: the distinct experts of each MoE layer, summed, and the number of those layers.
+struct ExpertCount {
+  int64_t touched = 0, layers = 0;
+};
+
 /// Executes steps: a model with its KV pages on a device. The engine thread alone calls it; tests use a
 /// scripted one.
 ///
@@ -74,6 +79,8 @@ class Runner {
   virtual int64_t page_tokens() const = 0;
   virtual std::span<const int32_t> eos_ids() const = 0;
   virtual Dispatch& dispatch() = 0;
+  /// Of the steps that were finished, where the runner counts them.
+  virtual ExpertCount experts() const { return {}; }
 };
 
 }  // namespace vivace::engine

@@ -74,6 +74,14 @@ Result<std::unique_ptr<SampleBatch>> SampleBatch::create(int64_t max_rows, int64
     VIVACE_TRY_ASSIGN(turn.staged, device::Event::create(stream.ordinal));
     VIVACE_TRY_ASSIGN(turn.fetched, device::Event::create(stream.ordinal));
   }
+  if (stream.device != Device::cpu) {
+    VIVACE_TRY_ASSIGN(batch->states_here_,
+                      device::Buffer::pinned(stream.ordinal, max_rows * batch->state_bytes()));
+    for (int64_t state = 0; state < max_rows; ++state) {
+      VIVACE_TRY_ASSIGN(std::unique_ptr<device::Event> copied, device::Event::create(stream.ordinal));
+      batch->state_copied_.push_back(std::move(copied));
+    }
+  }
   constexpr int64_t kBiasesPerRow = 16;
   VIVACE_TRY(batch->reserve(max_rows * kBiasesPerRow, stream));
   return batch;
@@ -121,19 +129,15 @@ Status SampleBatch::fill_state(int64_t state, const SampleSlot& slot, const Stre
     fill_state(reinterpret_cast<uint32_t*>(bits), reinterpret_cast<int32_t*>(counts), slot);
     return {};
   }
-  auto row = std::ranges::find_if(state_rows_, [](const StateRow& r) { return r.copied->done(); });
-  if (row == state_rows_.end()) {  // to wait would be to wait for the step in flight
-    StateRow fresh;
-    VIVACE_TRY_ASSIGN(fresh.memory, device::Buffer::pinned(stream.ordinal, bits_bytes + counts_bytes));
-    VIVACE_TRY_ASSIGN(fresh.copied, device::Event::create(stream.ordinal));
-    row = state_rows_.insert(row, std::move(fresh));
-  }
-  auto* bits_here = static_cast<uint8_t*>(row->memory.data());
+  // At worst the step in flight copied this row, as the first thing it did.
+  device::Event& copied = *state_copied_[state];
+  VIVACE_TRY(copied.synchronize());
+  auto* bits_here = static_cast<uint8_t*>(states_here_.data()) + state * state_bytes();
   uint8_t* counts_here = bits_here + bits_bytes;
   fill_state(reinterpret_cast<uint32_t*>(bits_here), reinterpret_cast<int32_t*>(counts_here), slot);
   VIVACE_TRY(device::copy_to_device(bits, bits_here, bits_bytes, stream));
   VIVACE_TRY(device::copy_to_device(counts, counts_here, counts_bytes, stream));
-  return row->copied->record(stream);
+  return copied.record(stream);
 }
 
 /// Gives each row with penalties the state of its request; the others have -1.

@@ -75,11 +75,6 @@ class SampleBatch {
     device::Buffer here_memory, results_memory;
     std::unique_ptr<device::Event> staged, fetched;
   };
-  /// A state on its way to a GPU, in pinned memory.
-  struct StateRow {
-    device::Buffer memory;
-    std::unique_ptr<device::Event> copied;
-  };
 
   SampleBatch(int64_t max_rows, int64_t vocab) : max_rows_(max_rows), vocab_(vocab) {}
   Status reserve(int64_t biases, const Stream& stream);
@@ -90,6 +85,7 @@ class SampleBatch {
   void fill_state(uint32_t* bits, int32_t* counts, const SampleSlot& slot) const;
   Turn& turn() { return turns_[fetched_ % 2]; }
   int64_t words() const { return (vocab_ + 31) / 32; }
+  int64_t state_bytes() const { return (words() + vocab_) * 4; }
 
   int64_t max_rows_, vocab_, bias_capacity_ = 0, bias_count_ = 0;
   Shape shape_;
@@ -101,7 +97,9 @@ class SampleBatch {
   Results results_;
   std::array<Turn, 2> turns_;
   std::vector<StateOwner> owners_;
-  std::vector<StateRow> state_rows_;  ///< as many as two steps ever filled states
+  // States on their way to a GPU: a row of pinned memory for each, and when it was copied.
+  device::Buffer states_here_;
+  std::vector<std::unique_ptr<device::Event>> state_copied_;
 };
 
 }  // namespace vivace::engine

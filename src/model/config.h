@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -64,6 +65,7 @@ struct ModelConfig {
   std::vector<int32_t> eos_ids;  ///< any of them ends a generation
 
   bool is_moe() const { return experts > 0; }
+  int64_t sparse_layers() const { return is_moe() ? std::ranges::count(sparse_layer, true) : 0; }
 };
 
 /// What every reader bounds its sizes by: far above any published model, and small enough that products of

@@ -60,7 +60,8 @@ struct Activations {
   Tensor fp8, fp8_scales;   ///< fp8 [widest], f32 [ceil(widest / 128)]: the input of the fp8 matrices
                             ///< that run next; absent without any
   Tensor gate_up;                             ///< [2 * intermediate]; absent without dense layers
-  Tensor scores, expert_ids, expert_weights;  ///< f32 [experts], i32 [top_k], f32 [top_k]; absent in a dense model
+  Tensor scores, expert_weights;              ///< f32 [experts], [top_k]; absent in a dense model
+  Tensor expert_ids;                          ///< i32 [sparse layers, max_tokens * top_k]: all stay until the next step
   Tensor schedule;                            ///< i32, one map for all layers
   Tensor linear_scratch, attention_scratch, moe_scratch;  ///< u8
 };
@@ -184,6 +185,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     return run(layer, args);
   };
 
+  int64_t sparse_layers = 0;  // before this one
   for (int64_t l = 0; l < config.layers; ++l) {
     const LayerWeights& weights = graph.weights.layers[l];
     const bool last = l + 1 == config.layers;
@@ -293,7 +295,9 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
       VIVACE_TRY(project(l, down_input, {internal::part({dense.down, dense.down_scale}, delta)}));
     } else {
       VIVACE_TRY(norm(l, weights.post_attention_norm, {.x = normed}));
-      const Tensor scores = buffers.scores.rows(0, tokens), ids = buffers.expert_ids.rows(0, tokens);
+      const Tensor scores = buffers.scores.rows(0, tokens);
+      const Tensor ids =
+          internal::reshaped(buffers.expert_ids.rows(sparse_layers++, 1), tokens, config.top_k);
       const Tensor expert_weights = buffers.expert_weights.rows(0, tokens);
       VIVACE_TRY(run(l, RouterGemmArgs{.x = normed,
                                        .weight = weights.router,

@@ -9,6 +9,7 @@
 #include "src/core/guard.h"
 #include "src/core/log.h"
 #include "src/cpu/thread_pool.h"
+#include "src/device/count_distinct.h"
 #include "src/device/resolve_ids.h"
 #include "src/model/layer_graph.h"
 #include "src/model/memory.h"
@@ -273,6 +274,7 @@ class Decoder final : public Model {
   }
   Status stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) override;
   Status enqueue(const Stream& stream) override;
+  Status count_experts(const Tensor& count, const Stream& stream) override;
   std::vector<OpUse> explain(Phase phase, int64_t tokens, const Stream& stream) override;
   void observe_routes(RouteObserver observer) override { observer_ = std::move(observer); }
   void observe_calls(CallObserver observer) override { calls_ = std::move(observer); }
@@ -372,7 +374,7 @@ std::pair<Activations, int64_t> Decoder::lay_out(uint8_t* memory, const ScratchB
   buffers.attended = layout.matrix(activation, tokens, width_q);
   buffers.gate_up = layout.matrix(activation, tokens, has_dense ? 2 * config.intermediate : 0);
   buffers.scores = layout.matrix(DType::f32, tokens, config.experts);
-  buffers.expert_ids = layout.matrix(DType::i32, tokens, config.is_moe() ? config.top_k : 0);
+  buffers.expert_ids = layout.matrix(DType::i32, config.sparse_layers(), tokens * config.top_k);
   buffers.expert_weights = layout.matrix(DType::f32, tokens, config.is_moe() ? config.top_k : 0);
   buffers.schedule = layout.vector(DType::i32, decode_schedule_ints(options_.max_requests, scratch.workers));
   buffers.linear_scratch = layout.vector(DType::u8, scratch.linear);
@@ -644,6 +646,22 @@ Status Decoder::stage(const ForwardInput& input, const Tensor& logits, const Str
 Status Decoder::enqueue(const Stream& stream) {
   if (step_.tokens() == 0) return {};
   return walk(graph_, step_, RunCalls{stream, observer_, calls_});
+}
+
+Status Decoder::count_experts(const Tensor& count, const Stream& stream) {
+  const ModelConfig& config = graph_.config;
+  Tensor ids = graph_.buffers.expert_ids;
+  if (!ids.present() || step_.tokens() == 0) return {};
+  ids.shape[1] = step_.tokens() * config.top_k;
+  if (!on_cpu()) return device::count_distinct(ids, config.experts, count, stream);
+  for (int64_t layer = 0; layer < ids.shape[0]; ++layer) {
+    std::vector<bool> touched(static_cast<size_t>(config.experts));
+    for (const int32_t id : std::span(ids.at(layer).as<const int32_t>(), static_cast<size_t>(ids.shape[1])))
+      if (id >= 0) touched[id] = true;
+    count.as<int64_t>()[0] += std::ranges::count(touched, true);
+    ++count.as<int64_t>()[1];
+  }
+  return {};
 }
 
 std::vector<OpUse> Decoder::explain(Phase phase, int64_t tokens, const Stream& stream) {

@@ -104,6 +104,10 @@ class Model {
   virtual Status stage(const ForwardInput& input, const Tensor& logits, const Stream& stream) = 0;
   /// Runs the operators of the staged step.
   virtual Status enqueue(const Stream& stream) = 0;
+  /// Behind a step with the logits of all its tokens: adds to count[0] the distinct experts of each MoE layer, and to
+  /// count[1] the number of those layers. i64 [2] where steps run. On a GPU one small kernel, asynchronous; nothing in a
+  /// dense model.
+  virtual Status count_experts(const Tensor& count, const Stream& stream) = 0;
   /// The operator calls of one step, layer by layer, and which row each would take: `tokens` requests that
   /// decode, or one prompt chunk of `tokens` tokens, the last of which has its logits computed.
   virtual std::vector<OpUse> explain(Phase phase, int64_t tokens, const Stream& stream) = 0;

@@ -32,6 +32,8 @@ class BenchServe(Case):
             self.assertTrue(row["row"])
             for refusal in row["refused"]:
                 self.assertTrue(refusal["row"] and refusal["reason"], row)
+        self.assertEqual(got["experts"], 12)
+        self.assertTrue(4 <= got["engine"]["touched_experts"] <= 12, got["engine"])  # each token has 4
         self.assertEqual(sum(r["completion_tokens"] for r in got["per_request"]), got["output_tokens"])
         self.assertLessEqual(max(r["prompt_tokens"] + r["completion_tokens"] for r in got["per_request"]), 512)
         again = self.bench("--model", HY3, "--requests", 12, "--concurrency", 2, "--seed", 2, "--max-model-len", 512)
@@ -52,6 +54,7 @@ class BenchServe(Case):
             run = self.ok("bench", "serve", "--model", QWEN, "--requests", 6, "--concurrency", 3, "--max-model-len", 256,
                           "--report", report, "--json", results, "--watch")
             self.assertIn("TPOT", run.text)
+            self.assertRegex(run.text, r"experts +[0-9.]+ of 12, touched")
             self.assertIn("rms_norm", run.text)
             self.assertIn("> ", run.err, "--watch shows text on standard error")
             self.assertEqual(json.loads(results.read_text())["requests"], 6)

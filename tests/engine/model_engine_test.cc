@@ -89,6 +89,22 @@ TEST(ModelEngine, LogProbabilitiesAndAlternatives) {
   EXPECT_TRUE(without.events().front().top.empty());
 }
 
+TEST(ModelEngine, CountsExpertsWhenAsked) {
+  for (const bool counts : {false, true}) {
+    const auto engine = Engine::create({.model = kHy3, .max_model_len = 128, .count_experts = counts});
+    ASSERT_TRUE(engine.ok()) << engine.status().message();
+    Answer answer;
+    const Request request{.prompt_ids = {1, 2, 3}, .max_tokens = 40, .ignore_eos = true};
+    ASSERT_TRUE((*engine)->submit(request, answer.sink()).ok());
+    (*engine)->drain();
+    if (counts) {
+      expect_experts((*engine)->stats(), 40);
+    } else {
+      EXPECT_EQ((*engine)->stats().moe_layers, 0);
+    }
+  }
+}
+
 TEST(ModelEngine, RefusesOptionsThatDoNotFit) {
   const auto refused = [](const EngineOptions& options, Code code, std::initializer_list<const char*> texts) {
     const auto engine = Engine::create(options);

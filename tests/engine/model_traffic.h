@@ -31,6 +31,12 @@ inline TokenBytes bytes_of(const model::Checkpoint& checkpoint) {
              int32_t id, bool skip_special) { return tokenizer->bytes_of(id, skip_special); };
 }
 
+/// A request alone touches its four experts in each of tiny-hy3's two MoE layers, in every step after its prompt.
+inline void expect_experts(const EngineStats& stats, int64_t output_tokens) {
+  EXPECT_EQ(stats.moe_layers, 2 * (output_tokens - 1));
+  EXPECT_EQ(stats.touched_experts, 4 * stats.moe_layers);
+}
+
 /// Whether decode steps have the rows of their bucket on a CPU too.
 enum class Steps { as_usual, padded };
 

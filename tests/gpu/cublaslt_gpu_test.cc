@@ -29,8 +29,8 @@ double worst_error(DType type, bool tf32, const Stream& stream) {
                                 .weight_scale = weight_scale,
                                 .tf32 = tf32,
                                 .workspace = workspace.tensor().data};
-  const Result<bool> known = cublaslt_knows(product, stream);
-  EXPECT_TRUE(known.ok() && *known);
+  const Result<const CublasltPlan*> plan = cublaslt_plan(product, stream);
+  EXPECT_TRUE(plan.ok() && *plan != nullptr && *plan == *cublaslt_plan(product, stream));
   EXPECT_OK(cublaslt_multiply(product, stream));
   EXPECT_OK(GpuUnderTest::instance().synchronize(stream));
   EXPECT_TRUE(y.canaries_intact() && workspace.canaries_intact());

@@ -43,8 +43,9 @@ TEST(EngineOnGpu, BatchesInBucketsAnswerAsSingleRequests) {
   }
 }
 
-TEST(EngineOnGpu, CallsOfReplayedGraphsAreCounted) {
-  const auto engine = Engine::create({.model = kHy3, .device = kDevice, .max_model_len = 128});
+TEST(EngineOnGpu, CallsAndExpertsOfReplayedGraphsAreCounted) {
+  const auto engine =
+      Engine::create({.model = kHy3, .device = kDevice, .max_model_len = 128, .count_experts = true});
   ASSERT_TRUE(engine.ok()) << engine.status().message();
   const auto samplers = [&] {
     int64_t calls = 0;
@@ -59,6 +60,7 @@ TEST(EngineOnGpu, CallsOfReplayedGraphsAreCounted) {
   (*engine)->drain();
   EXPECT_EQ(answer.ids().size(), 40u);
   EXPECT_EQ(samplers(), 40);
+  expect_experts((*engine)->stats(), 40);
 }
 
 TEST(EngineOnGpu, largeTraffic) {

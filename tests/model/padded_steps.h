@@ -1,7 +1,9 @@
 #pragma once
 
+#include <array>
 #include <cstring>
 #include <limits>
+#include <set>
 
 #include "tests/model/altered_checkpoint.h"
 
@@ -22,8 +24,26 @@ inline std::shared_ptr<const model::Checkpoint> with_poisoned_padding(const std:
   return altered;
 }
 
+/// What the model counts behind its last step: distinct experts over all MoE layers, and those layers.
+inline std::array<int64_t, 2> counted_experts(LoadedModel& loaded) {
+  std::array<int64_t, 2> sums = {};
+  const Stream stream = loaded.stream();
+  const auto count = model::Memory::reserve(sizeof(sums), "a count of experts", stream);
+  EXPECT_TRUE(count.ok()) << count.status().message();
+  if (!count.ok()) return sums;
+  Status status = loaded.model().count_experts(count->tensor(DType::i64, {2}), stream);
+  if (stream.device == Device::cpu) {
+    std::memcpy(sums.data(), count->data(), sizeof(sums));
+  } else {
+    if (status.ok()) status = device::copy_to_host(sums.data(), count->data(), sizeof(sums), stream);
+    if (status.ok()) status = device::synchronize(stream);
+  }
+  EXPECT_TRUE(status.ok()) << status.message();
+  return sums;
+}
+
 /// Requests that decode in steps of their own number and, beside them, in padded ones: the logits and the experts of each
-/// are the same bits, though everything in the rows of padding is NaN.
+/// are the same bits, though everything in the rows of padding is NaN; and padding touches no expert.
 inline void expect_padding_changes_nothing(const std::string& path, const model::ModelOptions& options) {
   constexpr int64_t kRequests = 5, kPoisoned = 16, kTokens = 64;
   model::ModelOptions with_room = options;
@@ -72,6 +92,10 @@ inline void expect_padding_changes_nothing(const std::string& path, const model:
     const auto want = as_is.run(loaded.stream());
     const Routes want_routes = std::exchange(routes, {});
     const auto got = larger.run(loaded.stream(), bucket);
+    std::array<int64_t, 2> touched = {0, std::ssize(want_routes)};
+    for (const std::vector<int32_t>& layer : want_routes)
+      touched[0] += std::ssize(std::set<int32_t>(layer.begin(), layer.end()));
+    EXPECT_EQ(counted_experts(loaded), touched);
     ASSERT_EQ(got.size(), want.size());
     for (size_t i = 0; i < want.size(); ++i) {
       EXPECT_FALSE(std::isnan(want[i].back()));

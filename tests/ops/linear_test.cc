@@ -1,6 +1,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "src/device/runtime.h"
 #include "src/ops/linear/cases.h"
 #include "src/ops/linear/cpu_gemm.h"
 #include "src/ops/linear/cublaslt.h"
@@ -462,6 +463,20 @@ TEST(Linear, ACallWithoutAlgorithmIsTheNextRowsOrAnError) {
                  "needs cublaslt_algorithm = 1, got 0");
     EXPECT_EQ(dispatched.counts()[0].calls, 1);
   }
+}
+
+TEST(Linear, WhatTheLibraryFailsAtIsNoRow) {
+  if (!cublaslt_found() || device::device_count() > 0) GTEST_SKIP() << "needs cuBLASLt and no GPU";
+  const LinearArgs args = without_memory(DType::bf16, 3);
+  const Choice choice = linear_explain(args, Stream{.device = Device::cuda, .compute_capability = 90});
+  EXPECT_EQ(choice.row, "");
+  ASSERT_EQ(choice.refused.size(), 1u);
+  EXPECT_EQ(choice.refused[0].row, "cuda.cublaslt");
+  EXPECT_NE(choice.refused[0].reason.find("cuBLASLt: a handle failed"), std::string::npos)
+      << choice.refused[0].reason;
+  // Of a GPU that is not here nobody is asked.
+  EXPECT_EQ(linear_explain(args, Stream{.device = Device::cuda, .ordinal = -1, .compute_capability = 90}).row,
+            "cuda.cublaslt");
 }
 
 TEST(Linear, CostCountsWhatMustMove) {

@@ -21,12 +21,15 @@
 #include "src/device/mma.h"
 #include "src/device/number.h"
 #include "src/device/ptx.h"
+#include "src/device/reduce.h"
 #include "src/ops/attention/args.h"
 
 namespace vivace::attention_mma {
 
 using device::bf16;
+using device::exp2_of;
 using device::fp8;
+using device::kAllLanes;
 
 constexpr int kBlockKeys = 64;
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
@@ -199,12 +202,6 @@ struct State {
     }
   }
 };
-
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// cap * tanh(x) by 2^(2 x log2 e); from 16 on the quotient is 1 in fp32. A NaN stays.
 __device__ __forceinline__ float capped(float x, float cap) {
@@ -527,8 +524,8 @@ __device__ __forceinline__ void weigh(const Params& p, const RowInfo* rows, cons
     float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffffu, highest[h], 1));
-      highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffffu, highest[h], 2));
+      highest[h] = fmaxf(highest[h], __shfl_xor_sync(kAllLanes, highest[h], 1));
+      highest[h] = fmaxf(highest[h], __shfl_xor_sync(kAllLanes, highest[h], 2));
       highest[h] = fmaxf(highest[h], state.maximum[mt][h]);
       // Without a score above -infinity the weights are 0, or NaN for a NaN; -infinity - -infinity would be NaN for
       // both.
@@ -548,7 +545,7 @@ __device__ __forceinline__ void weigh(const Params& p, const RowInfo* rows, cons
     }
     state.weight[mt][0] = __fmaf_rn(state.weight[mt][0], scale[0], total[0]);
     state.weight[mt][1] = __fmaf_rn(state.weight[mt][1], scale[1], total[1]);
-    if (__any_sync(0xffffffffu,
+    if (__any_sync(kAllLanes,
                    scale[0] != 1.f || scale[1] != 1.f)) {  // a factor of 1 changes nothing
 #pragma unroll
       for (int nt = 0; nt < T::kHead / 8; ++nt) {
@@ -651,8 +648,8 @@ __device__ __forceinline__ void attend(const Params& p, const Job& job, const Wa
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float& weight = state.weight[mt][h];
-      weight = __fadd_rn(weight, __shfl_xor_sync(0xffffffffu, weight, 1));
-      weight = __fadd_rn(weight, __shfl_xor_sync(0xffffffffu, weight, 2));
+      weight = __fadd_rn(weight, __shfl_xor_sync(kAllLanes, weight, 1));
+      weight = __fadd_rn(weight, __shfl_xor_sync(kAllLanes, weight, 2));
     }
   }
 }

@@ -12,7 +12,6 @@ struct PrefillParams {
   Params attention;
   int64_t split_tokens;  ///< 0: none
   int64_t most_rows;     ///< rows of a unit at most
-  int64_t tiles;         ///< of all requests and one KV head at most
 };
 
 /// Totals over groups of keys, in shared memory: element i of a thread lies at i * kThreads + thread, so that lanes are
@@ -81,7 +80,6 @@ struct FoundTile {
 /// long block should be left for the end; false when there are fewer. Every warp searches by itself.
 template <class TilesOf>
 __device__ __forceinline__ bool tile_of_block(int requests, int index, TilesOf&& tiles_of, FoundTile& out) {
-  constexpr uint32_t kAllLanes = 0xffffffffu;
   const int lane = threadIdx.x % 32, own = lane < requests ? tiles_of(lane) : 0;
   const auto tiles = [&](int request) {
     return request == lane ? own : request < requests ? tiles_of(request) : 0;
@@ -151,12 +149,12 @@ __global__ __launch_bounds__(kThreads, T::kHead <= 128 ? 2 : 1) void attention_p
 }
 
 template <class T>
-Status launch_prefill_tile(PrefillParams d, const Stream& stream) {
+Status launch_prefill_tile(const PrefillParams& d, const Stream& stream) {
   // Every request may end in a tile of its own. A request has at most most_rows rows, and all have those of q.
   const Params& p = d.attention;
-  d.tiles = std::min(p.tokens * p.group / T::kRows + p.requests,
-                     (d.most_rows + T::kRows - 1) / T::kRows * p.requests);
-  const int64_t blocks = d.tiles * p.heads_kv;
+  const int64_t tiles = std::min(p.tokens * p.group / T::kRows + p.requests,
+                                 (d.most_rows + T::kRows - 1) / T::kRows * p.requests);
+  const int64_t blocks = tiles * p.heads_kv;
   if (blocks > 0x7fffffff)
     return Status(Code::unsupported, "attention_prefill: the grid exceeds 2^31 - 1 blocks");
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(blocks)),

@@ -8,6 +8,7 @@
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
+#include "src/device/reduce.h"
 #include "src/ops/decode_schedule/table.h"
 #include "src/ops/decode_schedule/view.h"
 
@@ -45,8 +46,8 @@ __device__ Sums sum_before(const Sums& mine, Sums& all) {
   Sums sum = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const Sums below{__shfl_up_sync(0xffffffffu, sum.weight, step),
-                     __shfl_up_sync(0xffffffffu, sum.slots, step)};
+    const Sums below{__shfl_up_sync(kAllLanes, sum.weight, step),
+                     __shfl_up_sync(kAllLanes, sum.slots, step)};
     if (lane >= step) sum = sum + below;
   }
   if (lane == 31) warp_sums[warp] = sum;

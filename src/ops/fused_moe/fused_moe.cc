@@ -7,7 +7,6 @@
 #include "src/core/checks.h"
 #include "src/core/workspace.h"
 #include "src/ops/fused_moe/table.h"
-#include "src/ops/linear/check_given.h"
 
 namespace vivace {
 
@@ -78,8 +77,8 @@ Status check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeight
   const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
   const auto one = [&](std::string_view name, const Tensor& scale, bool present, bool block, int64_t n,
                        int64_t k) -> Status {
-    VIVACE_TRY(check_given(check, "fused_moe", name, scale, present, present ? "a scale with fp8 weights" : "none"));
-    if (!present) return {};
+    check.given(name, scale, present, present ? "a scale with fp8 weights" : "none");
+    if (!present) return check.status();
     if (block) {
       const std::string rows = std::to_string(scale_blocks(n)), columns = std::to_string(scale_blocks(k));
       check.tensor(name, scale, {rows, columns}).dense(name, scale);
@@ -142,9 +141,10 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
   VIVACE_TRY(check.status());
   const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
   const int64_t kWeights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
-  check.that(args.block_offset >= 0 && args.block_offset < kFp8ScaleBlock, "block_offset",
-             static_cast<double>(args.block_offset), "0 to 127");
-  VIVACE_TRY(check_given(check, "fused_moe", "x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none"));
+  check
+      .that(args.block_offset >= 0 && args.block_offset < kFp8ScaleBlock, "block_offset",
+            static_cast<double>(args.block_offset), "0 to 127")
+      .given("x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none");
   if (fp8) {
     if (blocks) {
       check.define("hidden blocks", scale_blocks(args.x.shape[1]), "ceil(hidden / 128)")
@@ -166,10 +166,10 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .dtype("gate_up", args.gate_up, kWeights)
         .dtype("down", args.down, kWeights);
     const std::string_view weights = fp8 ? "scales with fp8 weights" : "none";
-    VIVACE_TRY(check_given(check, "fused_moe", "gate_up_scale", args.gate_up_scale, fp8, weights));
-    VIVACE_TRY(check_given(check, "fused_moe", "down_scale", args.down_scale, fp8, weights));
-    VIVACE_TRY(check_given(check, "fused_moe", "act_scale", args.act_scale, fp8 && !blocks,
-                           fp8 && !blocks ? "a scale with one scale an expert" : "none"));
+    check.given("gate_up_scale", args.gate_up_scale, fp8, weights)
+        .given("down_scale", args.down_scale, fp8, weights)
+        .given("act_scale", args.act_scale, fp8 && !blocks,
+               fp8 && !blocks ? "a scale with one scale an expert" : "none");
     if (fp8 && blocks) {
       check
           .define("intermediate blocks", scale_blocks(args.block_offset + args.down.shape[2]),

@@ -16,10 +16,10 @@ namespace vivace::gemm {
 using device::bf16;
 using device::f16;
 using device::fp8;
+using device::kScaleBlock;
 
 inline constexpr int kRowBytes = 128, kChunkBytes = 16, kChunks = kRowBytes / kChunkBytes;
 inline constexpr int kSlices = kRowBytes / 32;  // a slice: what one ldmatrix spans along k
-inline constexpr int kScaleBlock = 128;
 
 /// kTeams teams of warps take stages of k in turns, each through a ring of its own.
 template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kCtasPerSm_, int kTeams_ = 1>

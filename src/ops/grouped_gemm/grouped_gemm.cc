@@ -2,7 +2,6 @@
 
 #include "src/core/checks.h"
 #include "src/ops/grouped_gemm/table.h"
-#include "src/ops/linear/check_given.h"
 #include "src/ops/linear/fp8_scales.h"
 
 namespace vivace {
@@ -35,10 +34,9 @@ Status grouped_gemm(const GroupedGemmArgs& args, const Stream& stream) {
       .dtype("weight", args.weight, args.x.dtype == DType::f32 ? kPlain : dtypes_mask(args.x.dtype))
       .dtype("group_start", args.group_start, kI32)
       .dtype("group_rows", args.group_rows, kI32)
-      .dtype("y", args.y, dtypes_mask(DType::f32, DType::bf16));
-  VIVACE_TRY(check_given(check, "grouped_gemm", "x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none"));
-  VIVACE_TRY(check_given(check, "grouped_gemm", "weight_scale", args.weight_scale, fp8,
-                         fp8 ? "scales with fp8 weights" : "none"));
+      .dtype("y", args.y, dtypes_mask(DType::f32, DType::bf16))
+      .given("x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none")
+      .given("weight_scale", args.weight_scale, fp8, fp8 ? "scales with fp8 weights" : "none");
   if (blocks) {
     check.define("k blocks", scale_blocks(args.x.shape[1]), "ceil(k / 128)")
         .define("n blocks", scale_blocks(args.weight.shape[1]), "ceil(n / 128)")

@@ -28,6 +28,14 @@
 
 namespace vivace {
 
+struct CublasltPlan {
+  cublasLtHandle_t handle = nullptr;
+  cublasLtMatmulDesc_t desc = nullptr;
+  cublasLtMatrixLayout_t weight = nullptr, x = nullptr, y = nullptr;
+  cublasLtMatmulAlgo_t algorithm;
+  bool supported = false;
+};
+
 namespace {
 
 constexpr int64_t kWorkspaceAlignment = 256;
@@ -113,18 +121,11 @@ Key key_of(const CublasltProduct& p, const Stream& stream) {
           alignment_of(p.y)};
 }
 
-struct Plan {
-  cublasLtMatmulDesc_t desc = nullptr;
-  cublasLtMatrixLayout_t weight = nullptr, x = nullptr, y = nullptr;
-  cublasLtMatmulAlgo_t algorithm;
-  bool supported = false;
-};
-
 /// Handles and plans of all devices. A plan's descriptor holds the pointers of a call, so calls are enqueued one by one.
 struct Plans {
   std::mutex mutex;
   std::map<int, cublasLtHandle_t> handles;
-  std::map<Key, Plan> plans;
+  std::map<Key, CublasltPlan> plans;
 };
 
 Plans& all_plans() {
@@ -146,7 +147,7 @@ cudaDataType_t type_of(DType dtype) {
   return dtype == DType::f32 ? CUDA_R_32F : dtype == DType::fp8_e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_16BF;
 }
 
-Status make_plan(const CublasltProduct& product, cublasLtHandle_t handle, Plan& plan) {
+Status make_plan(const CublasltProduct& product, CublasltPlan& plan) {
   const Library& lt = library();
   const OutsideCapture outside;
   const auto tokens = static_cast<uint64_t>(product.x.shape[0]), k = static_cast<uint64_t>(product.x.shape[1]);
@@ -181,37 +182,12 @@ Status make_plan(const CublasltProduct& product, cublasLtHandle_t handle, Plan& 
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(alignment_of(product.y)));
   cublasLtMatmulHeuristicResult_t result = {};
   int found = 0;
-  const cublasStatus_t status =
-      lt.heuristic(handle, plan.desc, plan.weight, plan.x, plan.y, plan.y, preference, 1, &result, &found);
+  const cublasStatus_t status = lt.heuristic(plan.handle, plan.desc, plan.weight, plan.x, plan.y, plan.y,
+                                             preference, 1, &result, &found);
   lt.destroy_preference(preference);
   plan.supported = status == CUBLAS_STATUS_SUCCESS && found == 1 && result.state == CUBLAS_STATUS_SUCCESS;
   plan.algorithm = result.algo;
   return {};
-}
-
-struct Planned {
-  cublasLtHandle_t handle;
-  Plan* plan;
-};
-
-/// The device's handle and the product's plan, both made when first asked for. To be called with the lock held, on the
-/// stream's device.
-Result<Planned> plan_for(const CublasltProduct& product, const Stream& stream) {
-  if (!cublaslt_found()) return unsupported("cuBLASLt was not found");
-  Plans& plans = all_plans();
-  cublasLtHandle_t& handle = plans.handles[stream.ordinal];
-  if (handle == nullptr) {
-    const OutsideCapture outside;
-    VIVACE_TRY(checked(library().create(&handle), "a handle"));
-  }
-  const Key key = key_of(product, stream);
-  auto at = plans.plans.find(key);
-  if (at == plans.plans.end()) {
-    Plan plan;
-    VIVACE_TRY(make_plan(product, handle, plan));
-    at = plans.plans.emplace(key, plan).first;
-  }
-  return Planned{handle, &at->second};
 }
 
 }  // namespace
@@ -224,23 +200,37 @@ std::vector<std::string> cublaslt_names() {
   return {std::begin(kNames), std::end(kNames)};
 }
 
-Result<bool> cublaslt_knows(const CublasltProduct& product, const Stream& stream) {
+Result<const CublasltPlan*> cublaslt_plan(const CublasltProduct& product, const Stream& stream) {
+  if (!cublaslt_found()) return unsupported("cuBLASLt was not found");
   const device::DeviceGuard guard(stream.ordinal);
-  const std::lock_guard lock(all_plans().mutex);
-  VIVACE_TRY_ASSIGN(const Planned planned, plan_for(product, stream));
-  return planned.plan->supported;
+  Plans& plans = all_plans();
+  const std::lock_guard lock(plans.mutex);
+  cublasLtHandle_t& handle = plans.handles[stream.ordinal];
+  if (handle == nullptr) {
+    const OutsideCapture outside;
+    VIVACE_TRY(checked(library().create(&handle), "a handle"));
+  }
+  const Key key = key_of(product, stream);
+  auto at = plans.plans.find(key);
+  if (at == plans.plans.end()) {
+    CublasltPlan plan{.handle = handle};
+    VIVACE_TRY(make_plan(product, plan));
+    at = plans.plans.emplace(key, plan).first;
+  }
+  return at->second.supported ? &at->second : nullptr;
 }
 
 Status cublaslt_multiply(const CublasltProduct& product, const Stream& stream) {
+  VIVACE_TRY_ASSIGN(const CublasltPlan* plan, cublaslt_plan(product, stream));
+  if (plan != nullptr) return cublaslt_multiply(product, *plan, stream);
+  return unsupported("cuBLASLt: its heuristic knows no algorithm for x {}, weight {} and y {}",
+                     to_string(product.x), to_string(product.weight), to_string(product.y));
+}
+
+Status cublaslt_multiply(const CublasltProduct& product, const CublasltPlan& plan, const Stream& stream) {
   const Library& lt = library();
   const device::DeviceGuard guard(stream.ordinal);
   const std::lock_guard lock(all_plans().mutex);
-  VIVACE_TRY_ASSIGN(const Planned planned, plan_for(product, stream));
-  Plan& plan = *planned.plan;
-  if (!plan.supported) {
-    return unsupported("cuBLASLt: its heuristic knows no algorithm for x {}, weight {} and y {}", to_string(product.x),
-                       to_string(product.weight), to_string(product.y));
-  }
   const auto point = [&](cublasLtMatmulDescAttributes_t attribute, const void* pointer) {
     return checked(lt.set_desc(plan.desc, attribute, &pointer, sizeof pointer), "a pointer");
   };
@@ -253,9 +243,9 @@ Status cublaslt_multiply(const CublasltProduct& product, const Stream& stream) {
   void* workspace = reinterpret_cast<void*>((address + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
                                             kWorkspaceAlignment);
   const float one = 1, zero = 0;
-  return checked(lt.matmul(planned.handle, plan.desc, &one, product.weight.data, plan.weight, product.x.data, plan.x,
-                           &zero, product.y.data, plan.y, product.y.data, plan.y, &plan.algorithm, workspace,
-                           kWorkspaceBytes, cuda_stream(stream)),
+  return checked(lt.matmul(plan.handle, plan.desc, &one, product.weight.data, plan.weight, product.x.data,
+                           plan.x, &zero, product.y.data, plan.y, product.y.data, plan.y, &plan.algorithm,
+                           workspace, kWorkspaceBytes, cuda_stream(stream)),
                  "a product");
 }
 
@@ -273,8 +263,11 @@ bool cublaslt_found() {
 std::vector<std::string> cublaslt_names() {
   return {};
 }
-Result<bool> cublaslt_knows(const CublasltProduct&, const Stream&) {
+Result<const CublasltPlan*> cublaslt_plan(const CublasltProduct&, const Stream&) {
   return unsupported("this build has no cuBLASLt; build it where nvcc and cublasLt.h are installed");
+}
+Status cublaslt_multiply(const CublasltProduct& product, const CublasltPlan&, const Stream& stream) {
+  return cublaslt_multiply(product, stream);
 }
 Status cublaslt_multiply(const CublasltProduct&, const Stream&) {
   return unsupported("this build has no cuBLASLt; build it where nvcc and cublasLt.h are installed");

@@ -33,10 +33,14 @@ struct CublasltProduct {
   void* workspace = nullptr;     ///< kCublasltWorkspaceBytes on the device
 };
 
-/// Whether cuBLASLt's heuristic knows an algorithm for products of these shapes, types and alignments on this device.
-/// It is asked once for each. unsupported: cuBLASLt was not found. device_error: it refused something else.
-Result<bool> cublaslt_knows(const CublasltProduct& product, const Stream& stream);
-/// Enqueues the product. unsupported: the heuristic knows no algorithm, or cuBLASLt was not found.
+/// An algorithm for products of some shapes, types and alignments on one device.
+struct CublasltPlan;
+/// That of this product; null where cuBLASLt's heuristic knows none. It is asked once for each, and plans stay.
+/// unsupported: cuBLASLt was not found. device_error: it refused something else.
+Result<const CublasltPlan*> cublaslt_plan(const CublasltProduct& product, const Stream& stream);
+/// Enqueues the product by its plan.
+Status cublaslt_multiply(const CublasltProduct& product, const CublasltPlan& plan, const Stream& stream);
+/// The same with the plan looked up. unsupported: there is none, or cuBLASLt was not found.
 Status cublaslt_multiply(const CublasltProduct& product, const Stream& stream);
 
 }  // namespace vivace

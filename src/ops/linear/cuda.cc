@@ -36,17 +36,24 @@ int64_t linear_cublaslt_workspace(const LinearArgs&, const Stream&) {
   return kCublasltWorkspaceBytes;
 }
 
-Result<bool> linear_cublaslt_knows(const LinearArgs& args, const Stream& stream) {
-  if (stream.ordinal < 0) return true;  // of a GPU that is not here: there is nobody to ask
+Result<std::optional<LinearPlans>> linear_cublaslt_plans(const LinearArgs& args, const Stream& stream) {
+  LinearPlans plans = {};
+  if (stream.ordinal < 0) return std::optional(plans);  // of a GPU that is not here: there is nobody to ask
   for (int p = 0; p < std::min(args.part_count, LinearArgs::kMaxParts); ++p) {
     if (args.parts[p].y.elements() == 0) continue;
-    VIVACE_TRY_ASSIGN(const bool known, cublaslt_knows(product_of(args, args.parts[p]), stream));
-    if (!known) return false;
+    VIVACE_TRY_ASSIGN(plans[p], cublaslt_plan(product_of(args, args.parts[p]), stream));
+    if (plans[p] == nullptr) return std::optional<LinearPlans>();
   }
-  return true;
+  return std::optional(plans);
 }
 
 Status linear_cublaslt(const LinearArgs& args, const Stream& stream) {
+  VIVACE_TRY_ASSIGN(const std::optional<LinearPlans> plans, linear_cublaslt_plans(args, stream));
+  if (!plans) return unsupported("linear: cuBLASLt has no algorithm for x {}", to_string(args.x));
+  return linear_by_plans(args, *plans, stream);
+}
+
+Status linear_by_plans(const LinearArgs& args, const LinearPlans& plans, const Stream& stream) {
   const int64_t given = args.workspace.present() ? args.workspace.shape[0] : 0;
   if (given < kCublasltWorkspaceBytes) {
     return invalid_argument("linear: workspace.shape[0] is {}, needs {} bytes (linear_workspace_bytes)", given,
@@ -54,9 +61,8 @@ Status linear_cublaslt(const LinearArgs& args, const Stream& stream) {
   }
   for (int p = 0; p < args.part_count; ++p) {
     if (args.parts[p].y.elements() == 0) continue;
-    if (Status status = cublaslt_multiply(product_of(args, args.parts[p]), stream); !status.ok()) {
-      return status.at("linear");
-    }
+    const Status status = cublaslt_multiply(product_of(args, args.parts[p]), *plans[p], stream);
+    if (!status.ok()) return status.at("linear");
   }
   return {};
 }

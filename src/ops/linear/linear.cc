@@ -1,11 +1,10 @@
 #include "vivace/linear.h"
 
 #include <algorithm>
-#include <mutex>
+#include <optional>
 
 #include "src/core/checks.h"
 #include "src/core/log.h"
-#include "src/ops/linear/check_given.h"
 #include "src/ops/linear/cublaslt.h"
 #include "src/ops/linear/fp8_scales.h"
 #include "src/ops/linear/table.h"
@@ -66,17 +65,32 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
       .add("cublaslt_algorithm", int64_t{cublaslt_algorithm});
 }
 
-/// The table; where cuBLASLt's row would run and the library, asked on this device, has no algorithm, knowing that.
-Result<const Operator<LinearArgs>*> table_for([[maybe_unused]] const LinearArgs& args,
-                                              [[maybe_unused]] const Stream& stream) {
+/// How a call runs.
+struct Way {
+  const Operator<LinearArgs>* table = &kLinear;
+  const Row<LinearArgs>* row = nullptr;  ///< null: none fits
+  std::optional<LinearPlans> plans;      ///< with cuBLASLt's row
+};
+
+/// Where cuBLASLt's row would run, the library is asked on this device: without an algorithm another row of the table runs.
+/// Fails, as the call then does, where the library fails.
+Result<Way> way_of(const LinearArgs& args, const Stream& stream) {
+  Way way{.row = choose(kLinear, args, stream)};
 #if VIVACE_CUDA
-  const Row<LinearArgs>* row = stream.device == Device::cuda ? choose(kLinear, args, stream) : nullptr;
-  if (row != nullptr && row->run == linear_cublaslt) {
-    VIVACE_TRY_ASSIGN(const bool known, linear_cublaslt_knows(args, stream));
-    if (!known) return &kLinearWithoutAlgorithm;
+  if (way.row != nullptr && way.row->run == linear_cublaslt) {
+    VIVACE_TRY_ASSIGN(way.plans, linear_cublaslt_plans(args, stream));
+    if (!way.plans)
+      way = {.table = &kLinearWithoutAlgorithm, .row = choose(kLinearWithoutAlgorithm, args, stream)};
   }
 #endif
-  return &kLinear;
+  return way;
+}
+
+Status run(const Way& way, const LinearArgs& args, const Stream& stream) {
+#if VIVACE_CUDA
+  if (way.plans) return linear_by_plans(args, *way.plans, stream);
+#endif
+  return way.row->run(args, stream);
 }
 
 }  // namespace
@@ -102,8 +116,8 @@ Status linear(const LinearArgs& args, const Stream& stream) {
       .that(args.part_count >= 1 && args.part_count <= LinearArgs::kMaxParts, "part_count", args.part_count,
             "1 to 3")
       .tensor("x", args.x, {"tokens", "k"})
-      .dtype("x", args.x, kOutputs | kFp8);
-  VIVACE_TRY(check_given(check, "linear", "x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none"));
+      .dtype("x", args.x, kOutputs | kFp8)
+      .given("x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none");
   if (blocks) {
     check.define("k blocks", scale_blocks(args.x.shape[1]), "ceil(k / 128)")
         .tensor("x_scale", args.x_scale, {"tokens", "k blocks"});
@@ -120,9 +134,8 @@ Status linear(const LinearArgs& args, const Stream& stream) {
         .tensor(name.y, part.y, {"tokens", name.n})
         .dtype(name.weight, part.weight, weights)
         .dtype(name.bias, part.bias, kPlain)
-        .dtype(name.y, part.y, kOutputs);
-    VIVACE_TRY(check_given(check, "linear", name.scale, part.weight_scale, fp8,
-                           fp8 ? "scales with fp8 weights" : "none"));
+        .dtype(name.y, part.y, kOutputs)
+        .given(name.scale, part.weight_scale, fp8, fp8 ? "scales with fp8 weights" : "none");
     if (blocks) {
       check.define(name.blocks, scale_blocks(part.weight.shape[0]), "ceil(n / 128)")
           .tensor(name.scale, part.weight_scale, {name.blocks, "k blocks"});
@@ -136,16 +149,14 @@ Status linear(const LinearArgs& args, const Stream& stream) {
       .dtype("workspace", args.workspace, dtypes_mask(DType::u8));
   VIVACE_TRY(check.status());
   if (outputs == 0) return {};
-  VIVACE_TRY_ASSIGN(const Operator<LinearArgs>* table, table_for(args, stream));
-  VIVACE_TRY(dispatch(*table, args, stream));
-  if (table == &kLinearWithoutAlgorithm) {
-    static std::once_flag said;
-    std::call_once(said, [&] {
-      log_line(fmt::format("linear: cuBLASLt has no algorithm for x {} and weight {}; such calls run and count as {}",
-                           to_string(args.x), to_string(args.parts[0].weight), choose(*table, args, stream)->name));
-    });
+  VIVACE_TRY_ASSIGN(const Way way, way_of(args, stream));
+  if (way.row == nullptr) return internal::refuse(*way.table, args, stream);
+  if (way.table == &kLinearWithoutAlgorithm) {
+    log_once(fmt::format("linear: cuBLASLt has no algorithm for some calls in {}; they run and count as {}",
+                         name_of(args.x.dtype), way.row->name));
   }
-  return {};
+  count_call(*way.table, *way.row, stream);
+  return run(way, args, stream);
 }
 
 Result<int64_t> linear_workspace_bytes(const LinearArgs& args, const Stream& stream) {
@@ -163,8 +174,9 @@ Cost linear_cost(const LinearArgs& args) {
 }
 
 Choice linear_explain(const LinearArgs& args, const Stream& stream) {
-  const Result<const Operator<LinearArgs>*> table = table_for(args, stream);
-  return explain(table.ok() ? **table : kLinear, args, stream);
+  const Result<Way> way = way_of(args, stream);
+  if (way.ok()) return explain(*way->table, args, stream);
+  return {.row = {}, .refused = {{std::string(choose(kLinear, args, stream)->name), way.status().message()}}};
 }
 
 }  // namespace vivace

@@ -1,6 +1,10 @@
 #pragma once
 
+#include <array>
+#include <optional>
+
 #include "src/core/dispatch.h"
+#include "src/ops/linear/cublaslt.h"
 #include "vivace/linear.h"
 
 namespace vivace {
@@ -13,8 +17,10 @@ Status linear_cpu_fp8(const LinearArgs& args, const Stream& stream);
 int64_t linear_cpu_fp8_workspace(const LinearArgs& args, const Stream& stream);
 Status linear_cublaslt(const LinearArgs& args, const Stream& stream);
 int64_t linear_cublaslt_workspace(const LinearArgs& args, const Stream& stream);
-/// Whether cuBLASLt's heuristic knows an algorithm for every part of a call that the row otherwise takes.
-Result<bool> linear_cublaslt_knows(const LinearArgs& args, const Stream& stream);
+/// cuBLASLt's plan of each part of a call that the row otherwise takes; nothing where it has none for one of them.
+using LinearPlans = std::array<const CublasltPlan*, LinearArgs::kMaxParts>;
+Result<std::optional<LinearPlans>> linear_cublaslt_plans(const LinearArgs& args, const Stream& stream);
+Status linear_by_plans(const LinearArgs& args, const LinearPlans& plans, const Stream& stream);
 Status linear_cuda_mma(const LinearArgs& args, const Stream& stream);
 
 /// tokens, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: how many have a block

@@ -22,7 +22,6 @@ using namespace device;
 
 constexpr int kMostWarps = 4;
 constexpr uint32_t kTaken = 0, kNan = 1;  // below the key of every number
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 struct Params {
   const float *scores, *bias;
@@ -72,12 +71,6 @@ __device__ __forceinline__ int take_largest(uint32_t* keys, int count, int lane)
   if (winner < count && lane == 0) keys[winner] = kTaken;
   __syncwarp();
   return winner;
-}
-
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step);
-  return v;
 }
 
 __global__ __launch_bounds__(kMostWarps * 32) void route_top_k_kernel(const __grid_constant__ Params p) {

@@ -5,6 +5,7 @@
 
 #include "src/device/number.h"
 #include "src/device/ptx.h"
+#include "src/device/reduce.h"
 #include "src/ops/sampler/row.h"
 
 namespace vivace::device::select {
@@ -14,7 +15,6 @@ constexpr int kGroup = 8;                                    // neighbouring log
 constexpr int kBatch = 4;                                    // accesses that a lane has under way
 constexpr int kStep = 32 * kGroup, kChunk = kStep * kBatch;  // logits of a warp's access, and of its batch
 constexpr int kMostSegments = 256;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int lane_id() {
   return threadIdx.x % 32;
@@ -30,13 +30,6 @@ __device__ __forceinline__ uint32_t key_of(float v) {
 }
 __device__ __forceinline__ float value_of(uint32_t key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
-}
-
-/// 2^x to 2 ulp.
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 /// `scale` is log2(e) / temperature, finite.

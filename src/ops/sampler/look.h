@@ -26,12 +26,6 @@ struct MaxOrNan {
   }
 };
 
-__device__ __forceinline__ double warp_sum(double v) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step);
-  return v;
-}
-
 __device__ __forceinline__ float max_of(const float (&v)[kBatch][kGroup]) {
   float max[kBatch];
 #pragma unroll
