@@ -52,20 +52,6 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
                : "r"(shared_address(row)));
 }
 
-/// Two floats as a register of two 16-bit elements, the first in the low half.
-template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&both);
-}
-template <>
-__device__ __forceinline__ uint32_t pack<f16>(float low, float high) {
-  const __half2 both = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&both);
-}
-
 /// Byte offset of 16-byte chunk `chunk` of row `row` in a tile whose rows take `kRowBytes` (128 or a multiple): chunks
 /// of a 128-byte line are permuted by the row, so that eight rows read at one chunk hit different banks.
 template <int kRowBytes>

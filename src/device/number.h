@@ -52,6 +52,24 @@ __device__ __forceinline__ fp8 from_float<fp8>(float v) {
   return fp8(v);
 }
 
+/// The bits of two neighbours, the first in the lowest, rounded as from_float does.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<f16>(float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+template <>
+__device__ __forceinline__ uint32_t pack<fp8>(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
 /// Element `i` of an array of f32, f16 or bf16, the type known when it runs: for small operands such as norm weights, where
 /// a kernel per type would only cost size.
 __device__ __forceinline__ float load_any(DType dtype, const void* data, int64_t i) {

@@ -176,12 +176,27 @@ __device__ __forceinline__ void cluster_arrive_without_fence() {
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
+}
 /// The address in CTA `rank`'s shared memory that corresponds to `p` here.
 template <class T>
 __device__ __forceinline__ T* in_cta(T* p, uint32_t rank) {
   uint64_t mapped;
   asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
   return reinterpret_cast<T*>(mapped);
+}
+/// Stores two floats at the address in CTA `rank`'s shared memory that corresponds to `to` here. Their 8 bytes complete on
+/// that CTA's `barrier`, which expects them.
+__device__ __forceinline__ void store_async(float2* to, const float (&v)[2], Barrier* barrier,
+                                            uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 to, on;\nmapa.shared::cluster.u32 to, %0, %2;\nmapa.shared::cluster.u32 on, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [to], {%3, %4}, [on];\n}" ::"r"(
+          shared_address(to)),
+      "r"(shared_address(barrier)), "r"(rank), "f"(v[0]), "f"(v[1])
+      : "memory");
 }
 
 // ---- warp-group registers

@@ -68,6 +68,8 @@ inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
      DType::fp8_e4m3, true, 64},
     {"fp8 blocks, shared slice from 80", 150, 144, 64, 2, 2, DType::fp8_e4m3, MoeRouting::any, 96, false, 0,
      DType::fp8_e4m3, true, 80, DType::bf16},
+    {"fp8 blocks, shared slice from 80, few tokens", 50, 144, 64, 2, 2, DType::fp8_e4m3, MoeRouting::any, 96, false, 0,
+     DType::fp8_e4m3, true, 80, DType::bf16},
     {"fp8 blocks, odd sizes", 3, 133, 150, 4, 2, DType::fp8_e4m3, MoeRouting::any, 5, true, 0, DType::fp8_e4m3, true,
      17},
     // clang-format on

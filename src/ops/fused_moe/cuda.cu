@@ -123,7 +123,7 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
     for (int i = 0; i < kSlotsOfThread; ++i) ids[i] = id_of(first + i * kThreads);
 #pragma unroll
     for (int i = 0; i < kSlotsOfThread; ++i) {
-      smaller += ids[i] >= 0 && ids[i] < expert;
+      smaller += static_cast<uint32_t>(ids[i]) < static_cast<uint32_t>(expert);
       equal += ids[i] == expert;
     }
   }
@@ -135,19 +135,31 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
     p.rows[expert] = rows;
   }
   if (rows == 0) return;
-  // Now a thread has neighbouring slots, so that rows follow their order.
+  // Now a warp has neighbouring slots, so that rows follow their order.
+  constexpr int kSlotsOfWarp = 32 * kSlotsOfThread;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row = start;
-  for (int first = 0; first < p.slots; first += kThreads * kSlotsOfThread) {
-    const int slot = first + static_cast<int>(threadIdx.x) * kSlotsOfThread;
-    uint32_t mine = 0;
+  for (int first = 0; first < p.slots; first += kWarps * kSlotsOfWarp) {
+    const int slot = first + warp * kSlotsOfWarp + lane;
+    int ids[kSlotsOfThread];
 #pragma unroll
-    for (int i = 0; i < kSlotsOfThread; ++i) mine |= static_cast<uint32_t>(id_of(slot + i) == expert) << i;
+    for (int i = 0; i < kSlotsOfThread; ++i) ids[i] = id_of(slot + 32 * i);
+    uint32_t matches = 0;  // lane i: which of the 32 slots from 32 i on
+#pragma unroll
+    for (int i = 0; i < kSlotsOfThread; ++i) {
+      const uint32_t found = __ballot_sync(0xffffffffu, ids[i] == expert);
+      if (lane == i) matches = found;
+    }
     int before;
-    const int found = block_sum(__popc(mine), before);
-    for (int at = row + before; mine != 0; mine &= mine - 1, ++at) {
-      const int found_slot = slot + __ffs(static_cast<int>(mine)) - 1;
-      p.token_of_row[at] = found_slot / p.top_k;
-      p.row_of_slot[found_slot] = at;
+    const int found = block_sum(__popc(matches), before);
+    const int at = row + before;  // of a lane's own 32 slots
+    for (uint32_t some = __ballot_sync(0xffffffffu, matches != 0); some != 0; some &= some - 1) {
+      const int i = __ffs(static_cast<int>(some)) - 1;
+      const uint32_t these = __shfl_sync(0xffffffffu, matches, i);
+      const int place = __shfl_sync(0xffffffffu, at, i) + __popc(these & ((1u << lane) - 1));
+      if ((these >> lane & 1) == 0) continue;
+      p.token_of_row[place] = (slot + 32 * i) / p.top_k;
+      p.row_of_slot[slot + 32 * i] = place;
     }
     row += found;
   }
@@ -202,12 +214,13 @@ struct SumParams {
   void* y;
   int64_t ids_stride, weights_stride, y_stride, hidden, experts;
   int32_t top_k;
-  bool wide_stores;
 };
 
 constexpr int kSumColumns = 8;  // of a thread: 16 bytes of bf16
+constexpr int kSumRows = 4;     // asked for together
 
-template <class Y>
+/// kAligned: y's rows, to 16 bytes.
+template <class Y, bool kAligned>
 __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ SumParams p) {
   extern __shared__ uint8_t memory[];
   int32_t* rows = reinterpret_cast<int32_t*>(memory);  // [top_k] -1: no work
@@ -224,13 +237,20 @@ __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ S
   const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSumColumns;
   if (column >= p.hidden) return;
   float sum[kSumColumns] = {};
-#pragma unroll 4
-  for (int j = 0; j < p.top_k; ++j) {
-    if (rows[j] < 0) continue;
-    float v[kSumColumns];
-    load_floats(p.out + rows[j] * p.hidden + column, v);
+  for (int first = 0; first < p.top_k; first += kSumRows) {
+    Vec<bf16, kSumColumns> v[kSumRows];
 #pragma unroll
-    for (int c = 0; c < kSumColumns; ++c) sum[c] += factors[j] * v[c];
+    for (int i = 0; i < kSumRows; ++i) {
+      const int row = first + i < p.top_k ? rows[first + i] : -1;
+      if (row >= 0) v[i] = *reinterpret_cast<const Vec<bf16, kSumColumns>*>(p.out + row * p.hidden + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kSumRows; ++i) {
+      if (first + i >= p.top_k || rows[first + i] < 0) continue;
+      const float factor = factors[first + i];
+#pragma unroll
+      for (int c = 0; c < kSumColumns; ++c) sum[c] += factor * to_float(v[i].v[c]);
+    }
   }
   if (p.shared != nullptr) {
     float v[kSumColumns];
@@ -240,18 +260,16 @@ __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ S
   }
   let_next_kernel_start();
   Y* y = static_cast<Y*>(p.y) + token * p.y_stride + column;
-  if (p.wide_stores) {
-    constexpr int kCount = std::min(kVec<Y>, kSumColumns);
-#pragma unroll
-    for (int c = 0; c < kSumColumns; c += kCount) {
-      float part[kCount];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) part[i] = sum[c + i];
-      store_floats(part, y + c);
-    }
-  } else {
+  if constexpr (!kAligned) {
 #pragma unroll
     for (int c = 0; c < kSumColumns; ++c) y[c] = from_float<Y>(sum[c]);
+  } else if constexpr (sizeof(Y) == 4) {
+    store_floats(reinterpret_cast<const float(&)[4]>(sum[0]), y);
+    store_floats(reinterpret_cast<const float(&)[4]>(sum[4]), y + 4);
+  } else {
+    // Named: the compiler takes a plain store of these apart.
+    __stcg(reinterpret_cast<uint4*>(y), make_uint4(pack<Y>(sum[0], sum[1]), pack<Y>(sum[2], sum[3]),
+                                                   pack<Y>(sum[4], sum[5]), pack<Y>(sum[6], sum[7])));
   }
 }
 
@@ -435,14 +453,15 @@ Status run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scr
   sum.hidden = hidden;
   sum.experts = experts;
   sum.top_k = routed ? static_cast<int32_t>(top_k) : 0;
-  sum.wide_stores = alignment_of(y) % 16 == 0;
+  const bool aligned = alignment_of(y) % 16 == 0;
   const int64_t columns = kThreads * kSumColumns;
   const LaunchShape shape{
       .grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>((hidden + columns - 1) / columns)),
       .block = dim3(kThreads),
       .smem_bytes = sum.top_k * 8,
       .overlap_previous = true};
-  const auto kernel = y.dtype == DType::f32 ? sum_kernel<float> : sum_kernel<bf16>;
+  const auto kernel = y.dtype == DType::f32 ? (aligned ? sum_kernel<float, true> : sum_kernel<float, false>)
+                                            : (aligned ? sum_kernel<bf16, true> : sum_kernel<bf16, false>);
   return launch("fused_moe sum", kernel, shape, stream, sum);
 }
 

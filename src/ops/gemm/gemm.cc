@@ -14,7 +14,9 @@ Status run(std::string_view name, const Problem& problem, const Stream& stream) 
     empty.block_scales = false;
     return run_bf16(name, empty, stream);
   }
-  return problem.block_scales ? run_fp8_block(name, problem, stream) : run_fp8(name, problem, stream);
+  if (!problem.block_scales) return run_fp8(name, problem, stream);
+  return chain_suits(problem, stream) ? run_fp8_chain(name, problem, stream)
+                                      : run_fp8_block(name, problem, stream);
 }
 
 }  // namespace vivace::gemm

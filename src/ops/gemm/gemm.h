@@ -61,4 +61,8 @@ Status run_bf16(std::string_view name, const Problem& problem, const Stream& str
 Status run_fp8(std::string_view name, const Problem& problem, const Stream& stream);
 Status run_fp8_block(std::string_view name, const Problem& problem, const Stream& stream);
 
+/// Few rows with scales of blocks, k shared by a cluster of CTAs: whether that suits, and the product.
+bool chain_suits(const Problem& problem, const Stream& stream);
+Status run_fp8_chain(std::string_view name, const Problem& problem, const Stream& stream);
+
 }  // namespace vivace::gemm

@@ -21,34 +21,41 @@ using device::kScaleBlock;
 inline constexpr int kRowBytes = 128, kChunkBytes = 16, kChunks = kRowBytes / kChunkBytes;
 inline constexpr int kSlices = kRowBytes / 32;  // a slice: what one ldmatrix spans along k
 
-/// kTeams teams of warps take stages of k in turns, each through a ring of its own.
-template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kCtasPerSm_, int kTeams_ = 1>
+template <int kM_, int kN_, int kWarpsM_, int kWarpsN_, int kStages_, int kCtasPerSm_>
 struct Tile {
   static constexpr int kM = kM_, kN = kN_, kWarpsM = kWarpsM_, kWarpsN = kWarpsN_;
   static constexpr int kStages = kStages_, kCtasPerSm = kCtasPerSm_;
-  static constexpr int kTeams = kTeams_;
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN, kAllThreads = kTeams * kThreads;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kWarpRows = kM / kWarpsM, kWarpColumns = kN / kWarpsN;
   static constexpr int kMBlocks = kWarpRows / 16, kNBlocks = kWarpColumns / 8;
   static constexpr int kStageBytes = (kM + kN) * kRowBytes;
   static constexpr int kRowsAtOnce = kThreads / kChunks;  // of a stage, filled by one copy of each thread
   static constexpr int kACopies = kM / kRowsAtOnce, kBCopies = kN / kRowsAtOnce;
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kExchangeBytes =
-      kTeams > 1 ? 2 * kTeams* kM* kN * 4 : 0;  // two rounds of accumulators
   static_assert(kWarpRows % 16 == 0 && kWarpColumns % 16 == 0, "a warp multiplies whole 16 x 16 blocks");
   static_assert(kM % kRowsAtOnce == 0 && kN % kRowsAtOnce == 0, "every thread copies equally much");
-  static_assert(kTeams == 1 || (kMBlocks == 1 && kTeams == 2 * kNBlocks),
-                "a team adds up one pair of a thread's values");
+  static_assert(kRowsAtOnce % 8 == 0, "rows of one thread have one place in the pattern of swizzled chunks");
 };
 
 template <class T>
 using Accumulators = float[T::kMBlocks][T::kNBlocks][4];
 
-__device__ __forceinline__ uint32_t fp8_pair_to_f16(uint32_t bits) {
-  const __half2_raw pair =
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bits & 0xffffu), __NV_E4M3);
-  return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
+/// Four fp8 values as two pairs of f16.
+__device__ __forceinline__ void fp8_to_f16(uint32_t four, uint32_t& lower, uint32_t& upper) {
+#if __CUDA_ARCH__ >= 890
+  // Through intrinsics the upper half costs a shift, on the pipe that converts.
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(lower), "=r"(upper)
+      : "r"(four));
+#else
+  const auto pair = [](uint32_t two) {
+    const __half2_raw f16s =
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two & 0xffffu), __NV_E4M3);
+    return static_cast<uint32_t>(f16s.x) | static_cast<uint32_t>(f16s.y) << 16;
+  };
+  lower = pair(four);
+  upper = pair(four >> 16);
+#endif
 }
 
 /// acc += A · Bᵀ over one stage. `a` and `b` are this warp's first rows.
@@ -85,16 +92,13 @@ __device__ __forceinline__ void multiply_stage(const uint8_t* a, const uint8_t* 
         uint32_t a_f16[T::kMBlocks][4];
 #pragma unroll
         for (int i = 0; i < T::kMBlocks; ++i) {
-          const uint32_t upper = a_raw[i][2 * half], lower = a_raw[i][2 * half + 1];  // rows, rows + 8
-          a_f16[i][0] = fp8_pair_to_f16(upper);
-          a_f16[i][1] = fp8_pair_to_f16(lower);
-          a_f16[i][2] = fp8_pair_to_f16(upper >> 16);
-          a_f16[i][3] = fp8_pair_to_f16(lower >> 16);
+          fp8_to_f16(a_raw[i][2 * half], a_f16[i][0], a_f16[i][2]);      // a row
+          fp8_to_f16(a_raw[i][2 * half + 1], a_f16[i][1], a_f16[i][3]);  // 8 rows below
         }
 #pragma unroll
         for (int j = 0; j < T::kNBlocks; ++j) {
-          const uint32_t raw = b_raw[j / 2][j % 2 * 2 + half];
-          const uint32_t b_pair[2] = {fp8_pair_to_f16(raw), fp8_pair_to_f16(raw >> 16)};
+          uint32_t b_pair[2];
+          fp8_to_f16(b_raw[j / 2][j % 2 * 2 + half], b_pair[0], b_pair[1]);
 #pragma unroll
           for (int i = 0; i < T::kMBlocks; ++i) device::mma_16x8x16<f16>(acc[i][j], a_f16[i], b_pair);
         }
@@ -132,93 +136,6 @@ __device__ __forceinline__ bool find_tile(const Problem& p, int64_t tile, TileRo
   out = rows_of(found.part);
   out.row += found.place * kM;
   return true;
-}
-
-/// How y may be stored: element by element, two neighbours at once, or the runs of store_run.
-enum class Access { single, pairs, runs };
-
-inline Access access_of(const Problem& p) {
-  const int64_t size = p.y_type == DType::f32 ? 4 : p.y_type == DType::bf16 ? 2 : 1;
-  const auto aligned = [&](int64_t elements) {
-    const int64_t bytes = std::min<int64_t>(16, elements * size);
-    return reinterpret_cast<uintptr_t>(p.y) % static_cast<uintptr_t>(bytes) == 0 &&
-           p.y_stride * size % bytes == 0;
-  };
-  // Two neighbours in fp32 are a sector of four lanes as they are.
-  return aligned(8) && size < 4 ? Access::runs : aligned(2) ? Access::pairs : Access::single;
-}
-
-/// Stores neighbours (column, column + 1) of a row; `column` is even.
-__device__ __forceinline__ void store_pair(const Problem& p, bool pairs_aligned, int64_t offset, bool second,
-                                           float v0, float v1) {
-  if (p.y_type == DType::f32) {
-    float* y = static_cast<float*>(p.y) + offset;
-    if (second && pairs_aligned) {
-      *reinterpret_cast<float2*>(y) = make_float2(v0, v1);
-    } else {
-      y[0] = v0;
-      if (second) y[1] = v1;
-    }
-  } else if (p.y_type == DType::bf16) {
-    bf16* y = static_cast<bf16*>(p.y) + offset;
-    if (second && pairs_aligned) {
-      *reinterpret_cast<uint32_t*>(y) = device::pack<bf16>(v0, v1);
-    } else {
-      y[0] = device::from_float<bf16>(v0);
-      if (second) y[1] = device::from_float<bf16>(v1);
-    }
-  } else {
-    fp8* y = static_cast<fp8*>(p.y) + offset;
-    y[0] = device::from_float<fp8>(v0);
-    if (second) y[1] = device::from_float<fp8>(v1);
-  }
-}
-
-/// Stores kTogether blocks of 8 columns of a row, of which a lane of four has columns 2 quad and 2 quad + 1: the lanes trade
-/// pairs so that each has a run of 2 kTogether columns. All lanes of the warp call it.
-template <int kTogether>
-__device__ __forceinline__ void store_run(const Problem& p, int64_t offset, bool stores, int quad,
-                                          const float (&v)[kTogether][2]) {
-  static_assert(kTogether == 2 || kTogether == 4);
-  const bool wide = p.y_type == DType::bf16;
-  uint32_t words[kTogether];
-#pragma unroll
-  for (int block = 0; block < kTogether; ++block) {
-    words[block] =
-        wide ? device::pack<bf16>(v[block][0], v[block][1])
-             : __nv_cvt_float2_to_fp8x2(make_float2(v[block][0], v[block][1]), __NV_SATFINITE, __NV_E4M3);
-  }
-  const bool odd = quad & 1, upper = quad & 2;
-#pragma unroll
-  for (int block = 0; block < kTogether; block += 2) {  // the even lane keeps the first block of two
-    const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? words[block] : words[block + 1], 1);
-    (odd ? words[block] : words[block + 1]) = got;
-  }
-  int64_t column = odd * 8 + upper * 4;
-  if constexpr (kTogether == 4) {  // the lower lanes keep the first two blocks
-    uint32_t got[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) got[i] = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[2 + i], 2);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) (upper ? words[i] : words[2 + i]) = got[i];
-    column = quad * 8;
-  }
-  if (!stores) return;
-  if (wide) {
-    auto* y = static_cast<bf16*>(p.y) + offset + column;
-    if constexpr (kTogether == 4) {
-      *reinterpret_cast<uint4*>(y) = make_uint4(words[0], words[1], words[2], words[3]);
-    } else {
-      *reinterpret_cast<uint2*>(y) = make_uint2(words[0], words[1]);
-    }
-  } else {
-    auto* y = static_cast<fp8*>(p.y) + offset + column;
-    if constexpr (kTogether == 4) {
-      *reinterpret_cast<uint2*>(y) = make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16);
-    } else {
-      *reinterpret_cast<uint32_t*>(y) = words[0] | words[1] << 16;
-    }
-  }
 }
 
 }  // namespace vivace::gemm
