@@ -15,10 +15,10 @@ namespace vivace {
 
 /// A condition of a table row, as data: it can be tested, printed and listed.
 struct Need {
-  enum Kind : uint8_t { equals, multiple_of, at_most, at_least, dtype_in };
+  enum Kind : uint8_t { equals, multiple_of, at_most, at_least, power_of_two, dtype_in };
   std::string_view fact;  ///< a name that the operator's facts give, such as "head_dim"
   Kind kind;
-  int64_t value;  ///< for dtype_in: the dtypes_mask of the types that fit
+  int64_t value;  ///< unused for power_of_two; for dtype_in: the dtypes_mask of the types that fit
 };
 
 /// For Need::dtype_in: {"weight", Need::dtype_in, dtypes_mask(DType::f32, DType::bf16)}.

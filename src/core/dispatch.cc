@@ -1,5 +1,6 @@
 #include "src/core/dispatch.h"
 
+#include <bit>
 #include <cstdlib>
 
 namespace vivace {
@@ -43,6 +44,9 @@ std::string describe(const Need& need, const int64_t* got) {
     case Need::at_least:
       text = fmt::format("needs {} >= {}", need.fact, need.value);
       break;
+    case Need::power_of_two:
+      text = fmt::format("needs {} a power of two", need.fact);
+      break;
     case Need::dtype_in:
       text = fmt::format("needs {} of type {}", need.fact, dtype_list(need.value));
       break;
@@ -64,6 +68,8 @@ bool satisfied(const Need& need, const Facts& facts) {
       return *got <= need.value;
     case Need::at_least:
       return *got >= need.value;
+    case Need::power_of_two:
+      return *got > 0 && std::has_single_bit(static_cast<uint64_t>(*got));
     case Need::dtype_in:
       return *got >= 0 && *got < 63 && (need.value >> *got & 1) != 0;
   }

@@ -52,6 +52,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
                : "r"(shared_address(row)));
 }
 
+/// An 8 x 8 matrix of 16-bit elements across the warp, row l / 4 and columns 2 (l % 4) and + 1 in lane l, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 /// Byte offset of 16-byte chunk `chunk` of row `row` in a tile whose rows take `kRowBytes` (128 or a multiple): chunks
 /// of a 128-byte line are permuted by the row, so that eight rows read at one chunk hit different banks.
 template <int kRowBytes>

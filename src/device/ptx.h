@@ -90,6 +90,23 @@ __device__ __forceinline__ void wait_for(Barrier* barrier, uint32_t parity) {
         : "memory");
   } while (done == 0);
 }
+/// The same two where the bytes are stores of another CTA of the cluster.
+__device__ __forceinline__ void arrive_and_expect_of_cluster(Barrier* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_cluster_writes(Barrier* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
 /// The same barrier in another CTA of the cluster.
 __device__ __forceinline__ void arrive_at(Barrier* barrier, uint32_t cta_rank) {
   asm volatile(
@@ -152,6 +169,21 @@ __device__ __forceinline__ void tensor_load(void* destination, const CUtensorMap
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+/// What is read once: the first to leave the L2.
+__device__ __forceinline__ uint64_t read_once_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void tensor_load(void* destination, const CUtensorMap* map, Barrier* barrier,
+                                            uint64_t policy, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, "
+      "{%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(destination)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+      : "memory");
+}
 /// Shared memory written by ordinary stores becomes visible to the copy engine and the tensor cores; each writing thread
 /// calls it before the barrier that hands the data over.
 __device__ __forceinline__ void publish_to_async_proxy() {
@@ -197,6 +229,16 @@ __device__ __forceinline__ void store_async(float2* to, const float (&v)[2], Bar
           shared_address(to)),
       "r"(shared_address(barrier)), "r"(rank), "f"(v[0]), "f"(v[1])
       : "memory");
+}
+
+// ---- counters
+
+/// Adds to a counter of the device and returns what it was: what came before it here is visible to who adds after, and the other
+/// way round.
+__device__ __forceinline__ int add_acquire_release(int* counter, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
 }
 
 // ---- warp-group registers
