@@ -14,6 +14,10 @@ struct AttentionDecodeArgs {
   int64_t max_query_tokens = 1;  ///< no request has more query rows; 1 .. 8
   DecodeScheduleParams params;   ///< those that `schedule` was made with
   Tensor schedule;               ///< the map that decode_schedule wrote for these lengths and row ranges
+  /// The caller's word that what is older than this step's tokens - their keys and values, the page table, lengths, row ranges and
+  /// the schedule - was written before the kernel that precedes this call on its stream began. Some rows load it then
+  /// before that kernel has ended. Wrong where that kernel copies pages, writes keys of earlier tokens, or is decode_schedule.
+  bool old_keys_ready = false;
   Tensor workspace;  ///< u8 [>= attention_decode_workspace_bytes()]; absent when that is 0
 };
 
@@ -24,9 +28,12 @@ struct AttentionDecodeArgs {
 /// Writes   output, lse and the workspace, whose content before and after the call means nothing.
 /// Cost     attention_decode_cost(): every cached key and value of the batch once, if max_pages is full.
 /// Runs     on `stream`; allocates nothing on a device. K and V are read once for all query heads of a group.
+///          A row may count in the schedule while it runs, and leaves it as it was: calls that share a schedule follow
+///          one another on one stream.
 /// Repeats  bit for bit. With params.piece_tiles a row's bits do not depend on the other requests, and equal
 ///          those of attention_prefill with split_tokens = piece_tiles * tile_tokens; without it another
-///          company may cut a request elsewhere, which changes fp32 roundings (a few 2^-24 of sum p|v|).
+///          company may cut a request elsewhere, which changes roundings: on the CPU a few 2^-24 of sum p|v|, on a GPU,
+///          whose weights have 8 or 11 bits against a maximum of their own piece, up to 2^-8 of it.
 /// Fails    invalid_argument: a shape, stride, type or option disagrees, or the workspace is too small; on
 ///          the CPU also when a length, row range or page id is out of range, or when the map was made for
 ///          other lengths or parameters. unsupported: no row fits.
@@ -37,8 +44,12 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream);
 /// page_table and k count, pointers do not. Without params.piece_tiles it does not grow with the batch or its
 /// lengths; with it, it holds every group of requests * max_pages pages.
 Result<int64_t> attention_decode_workspace_bytes(const AttentionDecodeArgs& args, const Stream& stream);
+/// How to cut the schedule of such calls for the row that runs them: shapes, types and max_query_tokens of `args` count, and
+/// piece_tiles and window of its params, which are kept, on the CPU tile_tokens too. With more query tokens another row may run.
+/// Fails  invalid_argument: q or k has no shape. device_error: the stream's device does not answer.
+Result<DecodeScheduleParams> attention_decode_schedule_params(const AttentionDecodeArgs& args, const Stream& stream);
 Cost attention_decode_cost(const AttentionDecodeArgs& args);
-/// Which row would run this call. Shapes and types count, pointers do not.
+/// Which row would run this call. Shapes and types count, and the alignment of pointers that are there.
 Choice attention_decode_explain(const AttentionDecodeArgs& args, const Stream& stream);
 
 }  // namespace vivace

@@ -38,16 +38,19 @@ struct DecodeScheduleArgs {
 ///          ends where the next one starts; workers n and above get nothing. A start inside the cost moves
 ///          to tile 0; with piece_tiles it moves up to the next multiple, or to the next unit. Every start
 ///          follows from a prefix sum over the requests alone: no worker waits for another.
-/// Map      int32, three parts in this order:
+/// Map      int32, four parts in this order:
 ///            header  16   requests, heads_kv, tile_tokens, workers, n, piece_tiles, request_cost, window,
 ///                         min_tiles, 0 ...
 ///            starts  4 (workers + 1)   request, head, tile (counted from the request's first tile), 0;
 ///                                      where a list ends, and from n on: (requests, 0, 0, 0)
+///            arrivals  workers, up to a multiple of 8   0: counters that some rows of attention_decode use
+///                                      and leave at 0
 ///            records 4 (requests + 1)  first tile, tiles, weight before (of one head), groups before; the
 ///                                      last record holds the sums
 ///          "groups before" counts the partial slots of requests before this one, all heads: a request of
 ///          more than one group has groups * heads_kv of them, others none. It is 0 without piece_tiles.
-/// Pieces   Worker i walks from starts[i] to starts[i + 1]. What it takes of one unit is one piece, with
+/// Pieces   (of cpu.schedule and cuda.mma; sm90.warps keeps fewer and has places of its own)
+///          Worker i walks from starts[i] to starts[i + 1]. What it takes of one unit is one piece, with
 ///          piece_tiles one piece per group. A piece that is its whole unit writes the output directly,
 ///          others a partial: slot 2 i + 1 when it begins with its unit, else 2 i; with piece_tiles the slot
 ///          is groups before + head * groups + group. Partials of a unit are merged in order of their tiles.
@@ -63,9 +66,13 @@ Cost decode_schedule_cost(const DecodeScheduleArgs& args);
 /// Which row would run this call. Shapes and types count, pointers do not.
 Choice decode_schedule_explain(const DecodeScheduleArgs& args, const Stream& stream);
 
+/// int32 values of a map's arrivals.
+constexpr int64_t decode_schedule_arrivals(int64_t workers) {
+  return (workers + 7) / 8 * 8;
+}
 /// int32 values of a map for at most this many requests.
 constexpr int64_t decode_schedule_ints(int64_t max_requests, int64_t workers) {
-  return 16 + 4 * (workers + 1) + 4 * (max_requests + 1);
+  return 16 + 4 * (workers + 1) + decode_schedule_arrivals(workers) + 4 * (max_requests + 1);
 }
 
 }  // namespace vivace

@@ -245,6 +245,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
       VIVACE_TRY(run(l, AttentionDecodeArgs{.attention = of_group(step.decodes),
                                             .params = graph.schedule,
                                             .schedule = buffers.schedule,
+                                            .old_keys_ready = true,  // attention_prologue precedes
                                             .workspace = buffers.attention_scratch}));
     }
     if (step.chunks.requests() > 0) {

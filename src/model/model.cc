@@ -18,7 +18,6 @@
 #include "src/model/rope.h"
 #include "src/model/synthetic.h"
 #include "src/model/weights.h"
-#include "src/ops/decode_schedule/gpu.h"
 #include "src/ops/quantize_fp8/quantize.h"
 
 namespace vivace::model {
@@ -204,8 +203,8 @@ struct StepArrays {
   Tensor page_table;                               ///< i32 [requests, max_pages]
 
   /// The largest step over `memory`, and its bytes.
-  static std::pair<StepArrays, int64_t> lay_out(uint8_t* memory, Device device, int64_t tokens, int64_t requests,
-                                                int64_t max_pages) {
+  static std::pair<StepArrays, int64_t> lay_out(uint8_t* memory, Device device, int64_t tokens,
+                                                int64_t requests, int64_t max_pages) {
     Layout layout(memory, device);
     StepArrays arrays;
     arrays.token_ids = layout.vector(DType::i32, tokens);
@@ -289,6 +288,8 @@ class Decoder final : public Model {
   }
   int64_t max_pages() const { return (max_model_len() + options_.page_tokens - 1) / options_.page_tokens; }
   void describe_pool(uint8_t* memory, int64_t pages);
+  /// What attention_decode is asked how to cut a step: shapes and types alone.
+  AttentionDecodeArgs decode_call() const;
   std::pair<Activations, int64_t> lay_out(uint8_t* memory, const ScratchBytes& scratch) const;
   Status check(const ForwardInput& input, const Tensor& logits) const;
   Status check_contents(const ForwardInput& input) const;
@@ -332,10 +333,28 @@ void Decoder::describe_pool(uint8_t* memory, int64_t pages) {
   for (int64_t l = 0; l < config.layers; ++l) {
     for (std::vector<Tensor>* side : {&graph_.k, &graph_.v}) {
       side->push_back(Tensor(memory, options_.kv_dtype,
-                             {pages, options_.page_tokens, config.heads_kv, config.head_dim}, options_.device));
+                             {pages, options_.page_tokens, config.heads_kv, config.head_dim},
+                             options_.device));
       if (memory != nullptr) memory += bytes;
     }
   }
+}
+
+AttentionDecodeArgs Decoder::decode_call() const {
+  const ModelConfig& config = graph_.config;
+  const DType activation = on_cpu() ? DType::f32 : DType::bf16;
+  const DType q = options_.kv_dtype == DType::fp8_e4m3 ? DType::fp8_e4m3 : activation;
+  const auto heads = [&](DType type) {
+    return Tensor(nullptr, type, {1, config.heads_q, config.head_dim}, options_.device);
+  };
+  const Tensor pages(nullptr, DType::i32, {1, 1}, options_.device);
+  return {.attention = {.q = heads(q),
+                        .k = graph_.k[0],
+                        .v = graph_.v[0],
+                        .page_table = pages,
+                        .output = heads(activation),
+                        .window = config.sliding_window},
+          .params = graph_.schedule};
 }
 
 /// Columns of the widest input of fp8 matrices; 0 without any.
@@ -399,19 +418,6 @@ Step Decoder::shape_of_step(int64_t tokens, int64_t decodes, int64_t chunks) con
   return step;
 }
 
-/// How the work of a decode step is shared: by the threads of a CPU stream, or by the CTAs that a GPU holds at once.
-Result<DecodeScheduleParams> schedule_on(const Stream& stream, DecodeScheduleParams params) {
-  if (stream.device == Device::cpu) {
-    params.workers = cpu::threads_of(stream.threads);
-    return params;
-  }
-  VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
-  DecodeScheduleParams on_gpu = gpu_decode_schedule(params.heads_kv, info->sms);
-  on_gpu.window = params.window;
-  on_gpu.piece_tiles = params.piece_tiles;
-  return on_gpu;
-}
-
 Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
   if (pages < 1 || pages > INT32_MAX) {
     return invalid_argument("pages is {}, needs a number from 1 to {}", pages, INT32_MAX);
@@ -421,9 +427,9 @@ Status Decoder::allocate_pages(int64_t pages, const Stream& stream) {
                             name_of(options_.device));
   }
   pages_ = 0;  // until all that a step needs is there
-  VIVACE_TRY_ASSIGN(graph_.schedule, schedule_on(stream, graph_.schedule));
-  const int64_t workers = graph_.schedule.workers;
   describe_pool(nullptr, pages);
+  VIVACE_TRY_ASSIGN(graph_.schedule, attention_decode_schedule_params(decode_call(), stream));
+  const int64_t workers = graph_.schedule.workers;
   graph_.buffers = lay_out(nullptr, {.workers = workers}).first;
 
   MeasureCalls measure{stream};
@@ -551,9 +557,10 @@ Status Decoder::check_contents(const ForwardInput& input) const {
     VIVACE_TRY(bounded("kv_lengths", i, input.kv_lengths[i], 0, input.max_pages * page_tokens));
     if (rows == 0 || input.kv_lengths[i] == 0) continue;
     const int64_t last = (input.kv_lengths[i] - 1) / page_tokens;
-    const int64_t unseen = graph_.config.sliding_window > 0
-                               ? std::max<int64_t>(0, input.kv_lengths[i] - rows + 1 - graph_.config.sliding_window)
-                               : 0;
+    const int64_t unseen =
+        graph_.config.sliding_window > 0
+            ? std::max<int64_t>(0, input.kv_lengths[i] - rows + 1 - graph_.config.sliding_window)
+            : 0;
     for (int64_t page = unseen / page_tokens; page <= last; ++page) {
       const int64_t index = i * input.max_pages + page;
       VIVACE_TRY(bounded("page_table", index, input.page_table[index], 0, pages_ - 1));
@@ -711,7 +718,8 @@ Result<RouterMode> router_mode_of(std::string_view name) {
 }
 
 Result<std::unique_ptr<Model>> load_decoder(const Checkpoint& checkpoint, ModelOptions options) {
-  if (options.kv_dtype == DType::none) options.kv_dtype = options.device == Device::cpu ? DType::f32 : DType::bf16;
+  if (options.kv_dtype == DType::none)
+    options.kv_dtype = options.device == Device::cpu ? DType::f32 : DType::bf16;
   LayerGraph graph;
   graph.config = checkpoint.config();
   const ModelConfig& config = graph.config;

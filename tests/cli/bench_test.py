@@ -266,7 +266,7 @@ class BenchOps(Case):
         self.assertIn("needs one of roof: read, copy, bf16, fp8; attention_decode: 64x0.5K, ", run.err)
         self.assertIn("; layer: hy3\n", run.err)
         run = self.fails(2, "there is no field a, needs roof: none; ", "bench", "ops", "--case", "a=1", "--list")
-        self.assertIn("needs roof: none; attention_decode: kv, heads_q, heads_kv, head_dim, page; attention_prefill: kv, ",
+        self.assertIn("needs roof: none; attention_decode: kv, heads_q, heads_kv, head_dim, page, queries, window, early; attention_prefill: kv, ",
                       run.err)
         self.assertIn("; sampler: batch, vocab; layer: op, tokens, ", run.err)
 

@@ -1,5 +1,8 @@
 #include "src/ops/attention_decode/cases.h"
 
+#include <bit>
+#include <cstring>
+
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/decode_schedule/view.h"
 #include "tests/large.h"
@@ -27,6 +30,9 @@ TEST(AttentionDecode, EveryRowAgreesWithTheReference) {
         EXPECT_TRUE(close(got.lse, want.lse, bounds.lse));
         EXPECT_TRUE(got.output.canaries_intact() && got.lse.canaries_intact());
         EXPECT_TRUE(got.workspace.canaries_intact());
+        const int64_t map_bytes = want.schedule.tensor().bytes();
+        EXPECT_EQ(std::memcmp(got.schedule.as<char>(), want.schedule.as<char>(), static_cast<size_t>(map_bytes)), 0)
+            << "the map's counters are at 0 again";
       });
     }
   }
@@ -164,9 +170,13 @@ TEST(AttentionDecode, BitsOfPrefill) {
   on_streams([](const Stream& stream, DType type) {
     if (stream.device == Device::cpu) {
       expect_bits_of_prefill(stream, type, {DType::f32, DType::bf16, DType::fp8_e4m3});
-    } else {
-      expect_bits_of_prefill(stream, type, {DType::bf16, DType::fp8_e4m3});
+      return;
     }
+    Dispatch mma;  // the row that shares its arithmetic with attention_prefill
+    ASSERT_OK(mma.prefer("attention_decode=cuda.mma"));
+    Stream preferring = stream;
+    preferring.dispatch = &mma;
+    expect_bits_of_prefill(preferring, type, {DType::bf16, DType::fp8_e4m3});
   });
 }
 
@@ -274,7 +284,7 @@ TEST(AttentionDecode, FieldCaseH03RowsWithoutKeys) {
       }
     }
   }
-  int32_t map[32];
+  int32_t map[decode_schedule_ints(0, 1)];
   AttentionDecodeArgs empty{{.q = Tensor(nullptr, DType::f32, {0, 4, 64}),
                              .k = Tensor(nullptr, DType::f32, {0, 16, 2, 64}),
                              .v = Tensor(nullptr, DType::f32, {0, 16, 2, 64}),
@@ -283,7 +293,7 @@ TEST(AttentionDecode, FieldCaseH03RowsWithoutKeys) {
                              .output = Tensor(nullptr, DType::f32, {0, 4, 64})},
                             1,
                             {.heads_kv = 2},
-                            Tensor(map, DType::i32, {32})};
+                            Tensor(map, DType::i32, {std::ssize(map)})};
   EXPECT_OK(decode_schedule(
       {.kv_lengths = empty.attention.kv_lengths, .params = empty.params, .schedule = empty.schedule},
       Stream{}));
@@ -304,8 +314,11 @@ TEST(AttentionDecode, FieldCaseH05UnusedSlots) {
           infinite.set_key(0, slot, h, INFINITY), infinite.set_value(0, slot, h, INFINITY);
         }
       }
-      for (AttentionDecodeProblem* p : {&zero, &nan, &infinite})
+      const Guarded workspace(DType::u8, {*attention_decode_workspace_bytes(zero.args, stream)});
+      for (AttentionDecodeProblem* p : {&zero, &nan, &infinite}) {
+        p->args.workspace = workspace;
         ASSERT_OK(done(attention_decode(p->args, stream), stream));
+      }
       EXPECT_TRUE(same_bits(nan.args.attention.output, zero.args.attention.output));
       EXPECT_TRUE(same_bits(infinite.args.attention.output, zero.args.attention.output));
     }
@@ -612,9 +625,62 @@ TEST(AttentionDecode, OutOfRangeOnTheGpu) {
       const Tensor &got = broken.args.attention.output, &want = clean.args.attention.output;
       EXPECT_TRUE(same_bits(got.rows(1, 3), want.rows(1, 3)));
       EXPECT_TRUE(broken.output.canaries_intact() && broken.lse.canaries_intact());
+
+      // Rows that are not in q, of a request that the map has cut: it has no rows, and its neighbours do not notice.
+      AttentionDecodeProblem outside(c, 1);
+      outside.query_start.template as<int32_t>()[3] = 1000;
+      ASSERT_OK(row.run(outside.args, stream));
+      EXPECT_TRUE(same_bits(outside.args.attention.output.rows(0, 3), want.rows(0, 3)));
+      AttentionDecodeProblem negative(c, 1);
+      negative.query_start.template as<int32_t>()[0] = -5;
+      negative.kv_lengths.template as<int32_t>()[1] = -1;
+      ASSERT_OK(row.run(negative.args, stream));
+      EXPECT_TRUE(same_bits(negative.args.attention.output.rows(3, 1), want.rows(3, 1)));
+      for (const AttentionDecodeProblem* p : {&outside, &negative}) {
+        EXPECT_TRUE(p->output.canaries_intact() && p->lse.canaries_intact());
+        EXPECT_TRUE(p->workspace.canaries_intact());
+      }
+
+      // A map for other parameters: nothing is promised of the output, but nothing else is touched.
+      if (!row.name.starts_with("sm90.")) return;
+      AttentionDecodeProblem foreign(c, 1);
+      int32_t* header = foreign.schedule.template as<int32_t>();
+      header[0] = 1000, header[2] = 16, header[3] = 900;
+      ASSERT_OK(row.run(foreign.args, stream));
+      EXPECT_TRUE(foreign.output.canaries_intact() && foreign.workspace.canaries_intact());
     });
   }
 }
+
+#if VIVACE_CUDA
+/// Any smaller call fits what the largest asked for, whichever row of a GPU takes either.
+TEST(AttentionDecode, TheWorkspaceOfTheLargestCallCoversAll) {
+  const Stream hopper{.device = Device::cuda, .compute_capability = 90};
+  std::mt19937 rng(5);
+  const auto below = [&](int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint32_t>(n)); };
+  const auto bytes_of = [&](const DecodeScheduleParams& params, int64_t group, int64_t heads_kv, int64_t queries, int64_t width,
+                            int64_t page) {
+    AttentionDecodeArgs args{.max_query_tokens = queries, .params = params};
+    args.attention.q = Tensor(nullptr, DType::bf16, {1, group * heads_kv, width}, Device::cuda);
+    args.attention.k = args.attention.v = Tensor(nullptr, DType::bf16, {100, page, heads_kv, width}, Device::cuda);
+    args.attention.page_table = Tensor(nullptr, DType::i32, {3, 20}, Device::cuda);
+    args.attention.output = args.attention.q;
+    args.params.heads_kv = heads_kv;
+    const Result<int64_t> bytes = attention_decode_workspace_bytes(args, hopper);
+    EXPECT_TRUE(bytes.ok()) << bytes.status().message();
+    return bytes.ok() ? *bytes : 0;
+  };
+  for (int repeat = 0; repeat < 3000; ++repeat) {
+    const DecodeScheduleParams params{.tile_tokens = int64_t{16} << below(4), .workers = 1 + below(600)};
+    const int64_t group = 1 + below(20), heads_kv = 1 + below(8), queries = 1 + below(8);
+    const int64_t width = 8 * (1 + below(32)), page = int64_t{1} << below(9);
+    const int64_t most = bytes_of(params, group, heads_kv, queries, width, page);
+    const int64_t smaller = bytes_of(params, 1 + below(group), heads_kv, 1 + below(queries), 8 * (1 + below(width / 8)),
+                                     int64_t{1} << below(std::countr_zero(static_cast<uint64_t>(page)) + 1));
+    EXPECT_LE(smaller, most) << "workers " << params.workers << ", group " << group << ", width " << width;
+  }
+}
+#endif
 
 /// Lengths or parameters that disagree with the map are refused, not followed.
 TEST(AttentionDecode, RefusesAForeignSchedule) {

@@ -6,7 +6,7 @@
 #include <set>
 #include <tuple>
 
-#include "src/ops/decode_schedule/gpu.h"
+#include "src/ops/attention_decode/gpu_schedule.h"
 #include "src/ops/decode_schedule/table.h"
 #include "src/ops/decode_schedule/view.h"
 #include "tests/ops/op_test.h"
@@ -160,7 +160,10 @@ DecodeScheduleCase draw_awkward(std::mt19937& rng) {
 DecodeScheduleCase draw_serving(std::mt19937& rng) {
   constexpr int64_t kMostSms = 132;
   DecodeScheduleCase c{"", {}, {}};
-  c.params = gpu_decode_schedule(below(rng, 2) == 0 ? 1 : 1 + below(rng, 8), 1 + below(rng, kMostSms));
+  const int64_t heads_kv = below(rng, 2) == 0 ? 1 : 1 + below(rng, 8), sms = 1 + below(rng, kMostSms);
+  c.params = below(rng, 2) == 0 ? mma_decode_schedule(heads_kv, sms)
+                                : sm90_decode_schedule(heads_kv, 1 + below(rng, 64), 64 << below(rng, 4), sms,
+                                                       std::max<int64_t>(1, sms / 8 - 1));
   c.params.window = below(rng, 4) == 0 ? log_uniform(rng, 8192) : 0;
   c.params.piece_tiles = below(rng, 3) == 0 ? log_uniform(rng, 64) : 0;
   const int64_t requests = log_uniform(rng, 256), rows = 1 + often_0(rng, 8);
@@ -176,7 +179,7 @@ DecodeScheduleCase draw_serving(std::mt19937& rng) {
 /// All of a kind into one buffer: what an earlier call left there must not show.
 TEST(DecodeSchedule, RandomBatchesIntoOneBuffer) {
   constexpr Traffic kTraffic[] = {{"awkward", 20, 40, 6000, 500, draw_awkward},
-                                  {"serving", 256, 264, 2000, 200, draw_serving}};
+                                  {"serving", 256, 4 * 132, 2000, 200, draw_serving}};
   for (const Traffic& traffic : kTraffic) {
     SCOPED_TRACE(traffic.name);
     for (const Stream& stream : test_streams()) {
@@ -272,7 +275,7 @@ TEST(DecodeSchedule, RefusesWhatDisagrees) {
     EXPECT_FAILS(decode_schedule(p.args, Stream{}), Code::invalid_argument, text);
   };
   fails([](auto& p) { p.args.schedule.shape[0] -= 1; },
-        "schedule.shape[0] is 43, needs decode_schedule_ints(2, 3) = 44");
+        "schedule.shape[0] is 51, needs decode_schedule_ints(2, 3) = 52");
   fails([](auto& p) { p.kv_lengths.template as<int32_t>()[1] = -1; },
         "kv_lengths[1] is -1, needs at least 0");
   fails([](auto& p) { p.query_start.template as<int32_t>()[2] = 0; },

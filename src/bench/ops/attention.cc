@@ -15,7 +15,6 @@
 #include "src/core/number.h"
 #include "src/device/random.h"
 #include "src/ops/attention/reference.h"
-#include "src/ops/decode_schedule/gpu.h"
 #include "vivace/attention_decode.h"
 #include "vivace/attention_prefill.h"
 
@@ -25,18 +24,28 @@ namespace {
 
 struct Shape {
   std::vector<int64_t> lengths;
-  int64_t heads_q, heads_kv, head_dim, page;
-  bool fp8, prefill;
+  int64_t heads_q, heads_kv, head_dim, page, queries, window;
+  bool fp8, prefill, early;
 
   int64_t keys() const { return std::accumulate(lengths.begin(), lengths.end(), int64_t{0}); }
-  int64_t rows(int64_t request) const { return prefill ? lengths[request] : 1; }
-  int64_t tokens() const { return prefill ? keys() : std::ssize(lengths); }
+  int64_t rows(int64_t request) const { return prefill ? lengths[request] : queries; }
+  int64_t tokens() const { return prefill ? keys() : queries * std::ssize(lengths); }
+  /// Keys of a request that any of its rows sees.
+  int64_t seen(int64_t request) const {
+    const int64_t keys = lengths[request];
+    return window > 0 ? std::min(keys, window + rows(request) - 1) : keys;
+  }
   int64_t kv_bytes() const { return 2 * keys() * heads_kv * head_dim * (fp8 ? 1 : 2); }
+  int64_t seen_bytes() const {
+    int64_t all = 0;
+    for (int64_t r = 0; r < std::ssize(lengths); ++r) all += seen(r);
+    return 2 * all * heads_kv * head_dim * (fp8 ? 1 : 2);
+  }
 };
 
 int64_t sets_of(const Shape& shape) {
   constexpr int64_t kColdBytes = 400'000'000;
-  return std::clamp<int64_t>((kColdBytes + shape.kv_bytes() - 1) / shape.kv_bytes(), 2, 32);
+  return std::clamp<int64_t>((kColdBytes + shape.seen_bytes() - 1) / shape.seen_bytes(), 2, 32);
 }
 
 Result<Shape> shape_of(const OpWorkload& w, bool prefill) {
@@ -47,7 +56,19 @@ Result<Shape> shape_of(const OpWorkload& w, bool prefill) {
   }
   VIVACE_TRY_ASSIGN(const size_t kv, choice_of(w, "kv", {"bf16", "fp8"}));
   VIVACE_TRY_ASSIGN(std::vector<int64_t> lengths, parse_case_lengths(w.name));
-  Shape shape{std::move(lengths), heads_q, heads_kv, w.number("head_dim"), page, kv == 1, prefill};
+  Shape shape{
+      std::move(lengths), heads_q, heads_kv, w.number("head_dim"), page, 1, 0, kv == 1, prefill, false};
+  if (!prefill) {
+    VIVACE_TRY(check_field(w, "queries", 1, 8));
+    VIVACE_TRY(check_field(w, "window", 0, INT32_MAX));
+    VIVACE_TRY(check_field(w, "early", 0, 1));
+    shape.queries = w.number("queries");
+    shape.window = w.number("window");
+    shape.early = w.number("early") == 1;
+    for (const int64_t length : shape.lengths) {
+      if (length < shape.queries) return refuse_field(w, "queries", "no more than a request has tokens");
+    }
+  }
   if (shape.keys() > INT32_MAX) {
     return invalid_argument("{} {}: its requests have {} tokens in all, needs at most {}", w.suite, w.name,
                             shape.keys(), INT32_MAX);
@@ -92,12 +113,12 @@ class PreparedAttention final : public PreparedOp {
   Floor floor() const override {
     double pairs = 0;
     for (int64_t r = 0; r < std::ssize(shape_.lengths); ++r) {
-      const auto keys = static_cast<double>(shape_.lengths[r]);
-      pairs += shape_.prefill ? keys * (keys + 1) / 2 : keys;
+      const auto keys = static_cast<double>(shape_.seen(r));
+      pairs += shape_.prefill ? keys * (keys + 1) / 2 : keys * static_cast<double>(shape_.queries);
     }
     const auto width = static_cast<double>(shape_.heads_q * shape_.head_dim);
     const double element = shape_.fp8 ? 1 : 2;
-    return {.bytes = static_cast<double>(shape_.kv_bytes()) +
+    return {.bytes = static_cast<double>(shape_.seen_bytes()) +
                      static_cast<double>(shape_.tokens()) * width * (element + 2),
             .flops = 4 * pairs * width,
             .flop_rate = shape_.fp8 ? kFp8Rate : kBf16Rate};
@@ -141,6 +162,7 @@ class PreparedAttention final : public PreparedOp {
     }
     // e4m3 of deviation 1 keeps three bits; scales bring keys and values to the deviation of the bf16 case.
     AttentionArgs& a = set.args;
+    a.window = s.window;
     VIVACE_TRY_ASSIGN(a.q, memory_.random(type, {s.tokens(), s.heads_q, s.head_dim}, 1, 10 * seed, stream));
     VIVACE_TRY_ASSIGN(
         a.k, memory_.random(type, {pages, s.page, s.heads_kv, s.head_dim}, 1, 10 * seed + 1, stream));
@@ -157,8 +179,8 @@ class PreparedAttention final : public PreparedOp {
       VIVACE_TRY_ASSIGN(a.v_scale, memory_.copy_of(ones, DType::f32, {1}, stream));
     }
     if (s.prefill) return {};
-    VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
-    params_ = gpu_decode_schedule(s.heads_kv, info->sms);
+    params_.window = s.window;
+    VIVACE_TRY_ASSIGN(params_, attention_decode_schedule_params(decode_args(set), stream));
     VIVACE_TRY_ASSIGN(set.schedule,
                       memory_.make(DType::i32, {decode_schedule_ints(requests, params_.workers)}, stream));
     return decode_schedule({.kv_lengths = a.kv_lengths,
@@ -169,7 +191,12 @@ class PreparedAttention final : public PreparedOp {
   }
 
   AttentionDecodeArgs decode_args(const Set& set) const {
-    return {.attention = set.args, .params = params_, .schedule = set.schedule, .workspace = workspace_};
+    return {.attention = set.args,
+            .max_query_tokens = shape_.queries,
+            .params = params_,
+            .schedule = set.schedule,
+            .old_keys_ready = shape_.early,
+            .workspace = workspace_};
   }
   AttentionPrefillArgs prefill_args(const Set& set) const {
     return {.attention = set.args,
@@ -217,6 +244,7 @@ class PreparedAttention final : public PreparedOp {
     args.page_table = Tensor(ids.data(), DType::i32, {1, pages});
     args.kv_lengths = Tensor(&length, DType::i32, {1});
     args.query_start = Tensor(starts.data(), DType::i32, {2});
+    args.window = s.window;
     std::vector<float> want(static_cast<size_t>(s.heads_q * s.head_dim));
     args.output = Tensor(want.data(), DType::f32, {1, s.heads_q, s.head_dim});
     // A KV head and its queries each, so that they are computed side by side.
@@ -254,7 +282,8 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
   return prepared<PreparedAttention>(stream, std::move(shape), sets);
 }
 
-std::vector<OpWorkload> workloads(std::string_view suite, std::initializer_list<const char*> cases) {
+std::vector<OpWorkload> workloads(std::string_view suite, std::initializer_list<const char*> cases,
+                                  bool decode) {
   std::vector<OpWorkload> all;
   for (const auto& [heads_q, heads_kv] : {std::pair{8, 1}, {64, 8}}) {
     for (const char* kv : {"bf16", "fp8"}) {
@@ -262,6 +291,7 @@ std::vector<OpWorkload> workloads(std::string_view suite, std::initializer_list<
         OpWorkload w{.suite = std::string(suite), .name = name, .fields = {}};
         w.with("kv", std::string(kv)).with("heads_q", int64_t{heads_q}).with("heads_kv", int64_t{heads_kv});
         w.with("head_dim", int64_t{128}).with("page", int64_t{64});
+        if (decode) w.with("queries", int64_t{1}).with("window", int64_t{0}).with("early", int64_t{1});
         all.push_back(std::move(w));
       }
     }
@@ -272,10 +302,14 @@ std::vector<OpWorkload> workloads(std::string_view suite, std::initializer_list<
 }  // namespace
 
 const OpSuite kAttentionDecodeSuite = {
-    "attention_decode", "one query token per request over a paged cache",
+    "attention_decode",
+    "queries tokens per request over a paged cache; early=1 loads old keys before the kernel before has "
+    "ended",
     [] {
-      return workloads("attention_decode", {"64x0.5K", "64x4K", "32x128+32x4K", "1x16K+15x64", "2x32K+30x4K",
-                                            "1x64K+7x4K", "1x64K+15x4K", "1x64K+31x4K", "1x128K+31x4K"});
+      return workloads("attention_decode",
+                       {"64x0.5K", "64x4K", "32x128+32x4K", "1x16K+15x64", "2x32K+30x4K", "1x64K+7x4K",
+                        "1x64K+15x4K", "1x64K+31x4K", "1x128K+31x4K"},
+                       true);
     },
     [](const OpWorkload& w) { return shape_of(w, false).status(); },
     [](const OpWorkload& w, const Stream& stream) { return prepare(w, stream, false); }};
@@ -283,7 +317,7 @@ const OpSuite kAttentionDecodeSuite = {
 const OpSuite kAttentionPrefillSuite = {
     "attention_prefill", "causal attention of whole prompts over a paged cache",
     [] {
-      return workloads("attention_prefill", {"8x1024", "4x4096", "2x8192", "1x32768"});
+      return workloads("attention_prefill", {"8x1024", "4x4096", "2x8192", "1x32768"}, false);
     },
     [](const OpWorkload& w) { return shape_of(w, true).status(); },
     [](const OpWorkload& w, const Stream& stream) { return prepare(w, stream, true); }};

@@ -2,7 +2,10 @@
 
 #include "src/core/error.h"
 #include "src/core/workspace.h"
+#include "src/cpu/thread_pool.h"
+#include "src/device/runtime.h"
 #include "src/ops/attention/args.h"
+#include "src/ops/attention_decode/gpu_schedule.h"
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/decode_schedule/view.h"
 
@@ -28,10 +31,21 @@ Status check_decode(const AttentionDecodeArgs& args, Checker& check) {
 }  // namespace
 
 Facts attention_decode_facts(const AttentionDecodeArgs& args) {
-  return attention_facts(args.attention)
+  using namespace attention_sm90;
+  const AttentionArgs& a = args.attention;
+  const int64_t rows = unit_rows(args);
+  const int64_t box_keys = sm90_box_keys(std::max<int64_t>(1, a.k.shape[3] * info_of(a.k.dtype).block_bytes));
+  return attention_facts(a)
       .add("max_query_tokens", args.max_query_tokens)
+      .add("unit_rows", rows)
+      .add("unit_values", rows * a.q.shape[2])
+      .add("pages", a.k.shape[0])
       .add("tile_tokens", args.params.tile_tokens)
-      .add("piece_tiles", args.params.piece_tiles);
+      .add("tile_remainder", args.params.tile_tokens % box_keys)
+      .add("piece_tiles", args.params.piece_tiles)
+      .add("ctas", ctas_of(args.params.workers, rows))
+      .add("q_alignment", alignment_of(a.q))
+      .add("output_alignment", alignment_of(a.output));
 }
 
 Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
@@ -59,6 +73,38 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
 
 Result<int64_t> attention_decode_workspace_bytes(const AttentionDecodeArgs& args, const Stream& stream) {
   return workspace_bytes(kAttentionDecode, args, stream);
+}
+
+Result<DecodeScheduleParams> attention_decode_schedule_params(const AttentionDecodeArgs& args,
+                                                              const Stream& stream) {
+  const AttentionArgs& a = args.attention;
+  Checker check(kName, stream.device);
+  check.that(a.k.rank == 4 && a.k.shape[2] > 0, "k.shape[2]", static_cast<double>(a.k.shape[2]),
+             "at least 1 head");
+  check.that(a.q.rank == 3 && a.q.shape[2] > 0, "q.shape[2]", static_cast<double>(a.q.shape[2]),
+             "at least 1 dimension");
+  VIVACE_TRY(check.status());
+  DecodeScheduleParams params = args.params;
+  params.heads_kv = a.k.shape[2];
+  params.workers = cpu::threads_of(stream.threads);
+#if VIVACE_CUDA
+  if (stream.device == Device::cuda) {
+    VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
+    params = mma_decode_schedule(params.heads_kv, info->sms);
+    if (info->sm90()) {
+      VIVACE_TRY_ASSIGN(const int64_t clusters, sm90_resident_clusters(stream));
+      AttentionDecodeArgs sm90 = args;
+      sm90.params = sm90_decode_schedule(params.heads_kv, unit_rows(args),
+                                         a.k.shape[3] * info_of(a.k.dtype).block_bytes, info->sms, clusters);
+      sm90.params.piece_tiles = args.params.piece_tiles;
+      if (clusters > 0 && attention_decode_explain(sm90, stream).row.starts_with("sm90."))
+        params = sm90.params;
+    }
+  }
+#endif
+  params.window = args.params.window;
+  params.piece_tiles = args.params.piece_tiles;
+  return params;
 }
 
 Cost attention_decode_cost(const AttentionDecodeArgs& args) {

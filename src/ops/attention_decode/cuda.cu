@@ -38,7 +38,8 @@ __global__ __launch_bounds__(kThreads) void attention_decode_merge_kernel(
   const Request request(p, static_cast<int>(split.request));
   const int rows = min(request.rows, d.max_query_tokens) * p.group;
   device::let_next_kernel_start();
-  for (int r = static_cast<int>(blockIdx.y) * kWarps + warp; r < rows; r += static_cast<int>(gridDim.y) * kWarps) {
+  for (int r = static_cast<int>(blockIdx.y) * kWarps + warp; r < rows;
+       r += static_cast<int>(gridDim.y) * kWarps) {
     float maximum = kNoKeys, weight = 0.f, sum[kParts];
 #pragma unroll
     for (int i = 0; i < kParts; ++i) sum[i] = 0.f;
@@ -97,7 +98,7 @@ int64_t slots_of(const AttentionDecodeArgs& args) {
 
 }  // namespace
 
-int64_t attention_decode_cuda_workspace(const AttentionDecodeArgs& args, const Stream&) {
+int64_t attention_decode_cuda_workspace(const AttentionDecodeArgs& args) {
   const int64_t slots = slots_of(args);
   if (slots == 0) return 0;
   return slots * slot_rows_of(args) * (2 + args.attention.q.shape[2]) * static_cast<int64_t>(sizeof(float)) +

@@ -1,5 +1,5 @@
 // Two numbers for B requests and N workers
-//   bytes  8 B read, 16 (B + N) written
+//   bytes  8 B read, 16 B + 20 N written
 //   steps  B / threads + log2(threads) for the sums, log2 B for a cut: all of it is latency, about two microseconds
 //
 // One block. It adds up the weights of the requests, chunk by chunk; then a thread per worker finds its start in the sums by
@@ -69,8 +69,10 @@ __global__ __launch_bounds__(kThreads) void decode_schedule_kernel(const __grid_
   const DecodeScheduleParams& s = p.schedule;
   const bool copied = p.requests <= kCopied;
   auto* starts = reinterpret_cast<ScheduleView::Start*>(p.map + kHeaderInts);
-  auto* records = reinterpret_cast<ScheduleView::Record*>(p.map + kHeaderInts + kStartInts * (s.workers + 1));
+  auto* records = reinterpret_cast<ScheduleView::Record*>(p.map + records_at(s.workers));
   wait_for_previous_kernel();  // it may also be a reader of the map that is about to be replaced
+  for (int64_t i = threadIdx.x; i < decode_schedule_arrivals(s.workers); i += kThreads)
+    p.map[arrivals_at(s.workers) + i] = 0;
   Sums total{0, 0};
   for (int64_t chunk = 0; chunk < p.requests; chunk += kThreads) {
     const int64_t b = chunk + threadIdx.x;

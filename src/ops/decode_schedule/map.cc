@@ -24,8 +24,8 @@ Result<ScheduleMap> write_records(const DecodeScheduleArgs& args) {
 
   ScheduleMap result;
   result.starts = reinterpret_cast<ScheduleView::Start*>(map + kHeaderInts);
-  result.records =
-      reinterpret_cast<ScheduleView::Record*>(map + kHeaderInts + kStartInts * (params.workers + 1));
+  result.records = reinterpret_cast<ScheduleView::Record*>(map + records_at(params.workers));
+  std::fill_n(map + arrivals_at(params.workers), decode_schedule_arrivals(params.workers), 0);
   const ScheduleView view(map);
   const int32_t* lengths = args.kv_lengths.as<const int32_t>();
   const int32_t* rows = args.query_start.as<const int32_t>();

@@ -55,6 +55,10 @@ Status check_schedule(std::string_view op, const int32_t* map, const DecodeSched
     return invalid_argument("{}: schedule was made for {} = {}, needs {}", op, field.name,
                             view.header(field.field), field.want);
   }
+  for (int64_t i = 0; i < decode_schedule_arrivals(params.workers); ++i) {
+    const int32_t arrivals = map[arrivals_at(params.workers) + i];
+    if (arrivals != 0) return invalid_argument("{}: schedule has {} arrivals at {}, needs 0", op, arrivals, i);
+  }
   const int32_t* lengths = kv_lengths.as<const int32_t>();
   const int32_t* rows = query_start.as<const int32_t>();
   int64_t weight = 0, slots = 0;

@@ -37,6 +37,13 @@ enum Header {
   kWindow,
   kMinTiles
 };
+/// Where the parts behind the starts begin.
+VIVACE_HOST_DEVICE constexpr int64_t arrivals_at(int64_t workers) {
+  return kHeaderInts + kStartInts * (workers + 1);
+}
+VIVACE_HOST_DEVICE constexpr int64_t records_at(int64_t workers) {
+  return arrivals_at(workers) + decode_schedule_arrivals(workers);
+}
 }  // namespace schedule_map
 
 /// A stretch of tiles of one (request, KV head) that one worker does in one go.
@@ -147,8 +154,7 @@ class ScheduleView {
     return reinterpret_cast<const Start*>(map_ + schedule_map::kHeaderInts);
   }
   VIVACE_HOST_DEVICE const Record* records() const {
-    return reinterpret_cast<const Record*>(map_ + schedule_map::kHeaderInts +
-                                           schedule_map::kStartInts * (workers() + 1));
+    return reinterpret_cast<const Record*>(map_ + schedule_map::records_at(workers()));
   }
   VIVACE_HOST_DEVICE int64_t end_of_group(int64_t request, int64_t tile) const;
   VIVACE_HOST_DEVICE SchedulePiece piece(int64_t worker, const Start& at, int64_t until) const;

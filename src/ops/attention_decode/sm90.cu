@@ -1,0 +1,152 @@
+// Two numbers per key and KV head of width D, for g query heads per KV head and s query tokens, bf16 cache
+//   bytes  4 D      read once for all g s rows (2 D in fp8), up to 64 rows
+//   flops  4 D g s  memory is the roof: 64 rows need 290 of the 560 TFLOP/s that mma.sync has
+//
+// See sm90.cuh for the kernel; this file is what a call makes of its arguments.
+
+#include "src/ops/attention_decode/sm90.cuh"
+
+#include <bit>
+#include <map>
+#include <mutex>
+
+#include "src/core/workspace.h"
+#include "src/device/runtime.h"
+#include "src/device/tensor_map.h"
+#include "src/ops/attention_decode/table.h"
+
+namespace vivace {
+
+namespace {
+
+using namespace attention_sm90;
+
+/// What follows from shapes alone.
+struct Sizes {
+  RowsPlan plan;
+  int cluster_log2;
+  int64_t clusters;
+  int64_t parked_bytes, partial_bytes, end_bytes;
+
+  explicit Sizes(const AttentionDecodeArgs& args)
+      : plan(rows_plan(unit_rows(args))), cluster_log2(cluster_log2_of(args.attention.k.shape[2])) {
+    const int64_t rows = padded_rows(plan);
+    clusters = (ctas_of(args.params.workers, rows) + (1 << cluster_log2) - 1) >> cluster_log2;
+    const int64_t workers = (clusters << cluster_log2) * workers_per_cta(rows);
+    set_bytes(workers, clusters, rows, args.attention.q.shape[2]);
+  }
+  int64_t bytes() const { return parked_bytes + partial_bytes + end_bytes; }
+
+  /// No call with as many workers and at most these rows and this width has more.
+  static int64_t most_bytes(const AttentionDecodeArgs& args) {
+    Sizes most = Sizes();
+    const int64_t rows = padded_rows(rows_plan(std::min<int64_t>(unit_rows(args), kMostRows)));
+    const int64_t workers = args.params.workers + kMaxCluster * kCtaWarps;  // a grid is whole clusters
+    most.set_bytes(workers, workers / 2, rows, std::min<int64_t>(args.attention.q.shape[2], 256));
+    return most.bytes();
+  }
+
+ private:
+  Sizes() = default;
+  static int64_t padded_rows(const RowsPlan& plan) { return int64_t{8} * plan.blocks << plan.team_log2; }
+  void set_bytes(int64_t workers, int64_t most_clusters, int64_t rows, int64_t head_dim) {
+    constexpr auto kFloat = static_cast<int64_t>(sizeof(float));
+    parked_bytes = whole_lines(workers * rows * piece_pitch(static_cast<int>(head_dim)) * kFloat);
+    partial_bytes = whole_lines(2 * most_clusters * rows * head_dim * kFloat);
+    end_bytes = whole_lines(2 * most_clusters * rows * static_cast<int64_t>(sizeof(float2)));
+  }
+};
+
+/// K or V: panels of at most 128 bytes of a head, so that a box lies in shared memory as the products read it.
+Result<CUtensorMap> map_of(const Tensor& cache, int64_t copy_tokens) {
+  const int64_t element = info_of(cache.dtype).block_bytes, row_bytes = cache.shape[3] * element;
+  const int64_t panel = std::min<int64_t>(128, row_bytes);
+  const auto stride = [&](int dimension) {  // that of a single element may be anything
+    const int64_t bytes = cache.stride[dimension] * element;
+    return static_cast<uint64_t>(cache.shape[dimension] == 1 ? 16 : bytes);
+  };
+  const auto extent = [](int64_t n) { return static_cast<uint64_t>(n); };
+  const auto box = [](int64_t n) { return static_cast<uint32_t>(n); };
+  return device::tensor_map(
+      {.data = cache.data,
+       .extent = {extent(panel), extent(cache.shape[1]), extent(row_bytes / panel), extent(cache.shape[2]),
+                  extent(cache.shape[0])},
+       .stride = {stride(1), static_cast<uint64_t>(panel), stride(2), stride(0)},
+       .box = {box(panel), box(copy_tokens),
+               box(copy_tokens < sm90_box_keys(row_bytes) ? 1 : row_bytes / panel), 1, 1},
+       .swizzle = static_cast<int>(panel)});
+}
+
+/// Never launched: asks how many clusters fit where a CTA takes a whole SM.
+__global__ void whole_sm_kernel() {}
+
+}  // namespace
+
+Result<int64_t> sm90_resident_clusters(const Stream& stream) {
+  static std::mutex mutex;
+  static std::map<int, int64_t> known;
+  std::lock_guard lock(mutex);
+  if (const auto it = known.find(stream.ordinal); it != known.end()) return it->second;
+  const device::DeviceGuard guard(stream.ordinal);
+  VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {kMaxCluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kMaxCluster);
+  config.blockDim = dim3(256);
+  config.dynamicSmemBytes = static_cast<size_t>(info->smem_per_block);  // one CTA an SM
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  VIVACE_TRY(
+      internal::cuda_status(cudaFuncSetAttribute(whole_sm_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(info->smem_per_block)),
+                            "raising the shared memory limit"));
+  int clusters = 0;
+  VIVACE_TRY(internal::cuda_status(cudaOccupancyMaxActiveClusters(&clusters, whole_sm_kernel, &config),
+                                   "counting the clusters that fit"));
+  return known[stream.ordinal] = clusters;
+}
+
+int64_t attention_decode_sm90_workspace(const AttentionDecodeArgs& args) {
+  return Sizes::most_bytes(args) + kWorkspaceSlack;
+}
+
+int64_t attention_decode_gpu_workspace(const AttentionDecodeArgs& args, const Stream& stream) {
+  const int64_t mma = attention_decode_cuda_workspace(args);
+  if (stream.compute_capability != 90 || args.params.piece_tiles > 0) return mma;
+  return std::max(mma, attention_decode_sm90_workspace(args));
+}
+
+Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stream) {
+  const Sizes sizes(args);
+  const AttentionArgs& a = args.attention;
+  const int64_t row_bytes = a.k.shape[3] * info_of(a.k.dtype).block_bytes, page = a.k.shape[1];
+  const int64_t box_keys = sm90_box_keys(row_bytes), copy_tokens = std::min(page, box_keys);
+  Sm90Params p{};
+  VIVACE_TRY_ASSIGN(p.k, map_of(a.k, copy_tokens));
+  VIVACE_TRY_ASSIGN(p.v, map_of(a.v, copy_tokens));
+  p.attention = params_of(a);
+  p.schedule = args.schedule.as<int32_t>();
+  uint8_t* scratch = first_line(args.workspace);
+  p.parked = reinterpret_cast<float*>(scratch);
+  p.partials = reinterpret_cast<float*>(scratch + sizes.parked_bytes);
+  p.partial_ends = reinterpret_cast<float2*>(scratch + sizes.parked_bytes + sizes.partial_bytes);
+  p.workers = static_cast<int>(args.params.workers);
+  p.clusters = static_cast<int>(sizes.clusters);
+  p.cluster_log2 = sizes.cluster_log2;
+  p.rows = static_cast<int>(unit_rows(args));
+  p.max_query_tokens = static_cast<int>(args.max_query_tokens);
+  p.group_inverse = (65535 + p.attention.group) / p.attention.group;
+  p.team_log2 = sizes.plan.team_log2;
+  p.boxes_per_tile = static_cast<int>(args.params.tile_tokens / box_keys);
+  p.page_log2 = std::countr_zero(static_cast<uint64_t>(page));
+  p.copy_log2 = std::countr_zero(static_cast<uint64_t>(copy_tokens));
+  p.old_keys_ready = args.old_keys_ready;
+  Status status;
+  device::with_type<bf16, fp8>(a.k.dtype,
+                               [&](auto raw) { status = launch_decode<decltype(raw)>(p, stream); });
+  return status;
+}
+
+}  // namespace vivace

@@ -1,0 +1,325 @@
+#pragma once
+
+// The kernel of the sm90.* rows: decode attention that keeps the memory of a Hopper GPU busy.
+//
+// A worker of the schedule is a warp, or a team of 2 or 4 that look at the same keys for other query rows. It streams its run of
+// keys through a ring of its own: boxes of K and of V, 8 KB each (4 KB of fp8 heads of 64), that the copy engine brings page by page. Nobody else touches
+// the ring, so nothing waits for anything but its own boxes until a worker is done. Then the pieces of requests that were
+// cut are put together in three rounds, each in the order of their keys: workers of a CTA, CTAs of a cluster, clusters of the
+// grid. What one worker finishes goes to the output at once.
+
+#include "src/device/launch.h"
+#include "src/ops/attention_decode/sm90_feed.cuh"
+#include "src/ops/attention_decode/sm90_merge.cuh"
+#include "src/ops/attention_decode/sm90_products.cuh"
+
+namespace vivace::attention_sm90 {
+
+/// One warp of a worker: walks the list, and leaves complete rows in the output, others as pieces.
+template <class T>
+class Worker {
+ public:
+  __device__ __forceinline__ Worker(const Sm90Params& p, Shared<T>& shared)
+      : p_(p),
+        shared_(shared),
+        team_(1 << p.team_log2),
+        member_((static_cast<int>(threadIdx.x) / 32) & (team_ - 1)),
+        local_((static_cast<int>(threadIdx.x) / 32) >> p.team_log2),
+        row0_(member_ * T::kRowsPerWarp),
+        list_(p, static_cast<int>(blockIdx.x) * (T::kWarps >> p.team_log2) + local_, shared.segments[local_]),
+        feed_(p, shared.segments[local_], ring(), shared.full[local_ * team_], T::kSlots * team_) {}
+
+  __device__ __forceinline__ void run() {
+    const int slots = T::kSlots * team_;
+    Barrier* full = shared_.full[local_ * team_];
+    if (member_ == 0) {
+      if (threadIdx.x % 32 == 0) {
+        for (int i = 0; i < slots; ++i) device::init_barrier(full + i, 1);
+        device::publish_barriers();
+      }
+    }
+    see_until(0, min(list_.count(), kSegments));
+    int slot = 0, consumed = 0;
+    uint32_t parity = 0;
+    bool early = p_.old_keys_ready;
+    for (int i = 0; i < list_.count() || early; ++i) {
+      constexpr int kHalf = kSegments / 2;
+      if (i % kHalf == 0) {
+        if (i > 0) see_until(i + kHalf, min(list_.count(), i + kSegments));
+#pragma unroll 1
+        do {
+          if (member_ == 0) feed_.top_up(consumed, early);
+          if (!early) break;
+          device::wait_for_previous_kernel();
+          device::let_next_kernel_start();
+          early = false;
+        } while (true);
+        if (i >= list_.count()) return;
+      }
+      const Segment& segment = list_[i];
+      if (segment.rows == 0 && segment.begins && segment.ends)
+        continue;  // a part is parked: others count on it
+      Queries<T> queries;
+      queries.load(p_, segment, row0_);
+      if (i + 1 < list_.count()) prefetch_queries(list_[i + 1]);
+      Sums<T> sums;
+      sums.clear();
+      Scores<T> scores;
+      const int all_first = first_key(segment, segment.rows - 1), all_last = last_key(segment, 0);
+      // K and V of a box in turns.
+#pragma unroll 1
+      for (int half = 2 * segment.first_box; half < 2 * segment.end_box; ++half) {
+        const int key0 = half / 2 * T::kBoxKeys;
+        const bool masked = key0 < all_first || all_last - key0 < T::kBoxKeys;
+        device::wait_for(full + slot, parity);
+        const char* box = ring() + slot * T::kBoxBytes;
+        if (half % 2 == 0) {
+          scores.multiply(box, queries);
+          scale(segment, key0, queries, scores);
+          if (masked) hide(segment, key0, scores);
+          sums.weigh(scores);
+        } else if (!masked) {
+          sums.template add<false>(
+              box, scores, [](int) { return true; }, [](int, int) { return true; });
+        } else {
+          // Once per token: a row must not meet what it does not see, be that a NaN.
+          const int last_token = min(token_of_row(p_, row0_ + T::kRowsPerWarp - 1), segment.rows - 1);
+#pragma unroll 1
+          for (int token = token_of_row(p_, row0_); token <= last_token; ++token) {
+            const int first = first_key(segment, token) - key0, last = last_key(segment, token) - key0;
+            sums.template add<true>(
+                box, scores, [&](int key) { return key >= first && key < last; },
+                [&](int b, int c) { return token_of(b, c) == token; });
+          }
+        }
+        sync_team();
+        ++consumed;
+        if (++slot == slots) {
+          slot = 0;
+          parity ^= 1;
+        }
+        if (member_ == 0) feed_.top_up(consumed, false);
+      }
+      sums.total_weights();
+      if (segment.begins && segment.ends) {
+        finish(segment, sums);
+      } else {
+        park(segment, sums, i == list_.count() - 1);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ char* ring() const {
+    return shared_.ring[local_ * team_][0];
+  }
+  __device__ __forceinline__ void sync_team() const {
+    if (team_ == 1) {
+      __syncwarp();
+    } else {
+      device::named_barrier(1 + local_, 32 * team_);
+    }
+  }
+  /// Describes segments from `first` on; those before have been left by all warps of the team.
+  __device__ __forceinline__ void see_until(int first, int limit) {
+    sync_team();
+    if (member_ == 0) list_.describe(first, limit);
+    sync_team();
+    feed_.see(limit);
+  }
+  /// Of a segment to come: four lanes ask for a row's lines, up to 512 bytes of it.
+  __device__ __forceinline__ void prefetch_queries(const Segment& segment) const {
+    const Params& a = p_.attention;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int element = a.q_type == DType::bf16 ? 2 : 1, from = lane % 4 * 128;
+#pragma unroll
+    for (int b = 0; b < T::kBlocks; ++b) {
+      const int r = row0_ + 8 * b + lane / 4, token = token_of_row(p_, r);
+      if (token >= segment.rows || from >= T::kHead * element) continue;
+      const int64_t at = (segment.row_begin + token) * a.q_stride[0] +
+                         (segment.head_kv * a.group + r - token * a.group) * a.q_stride[1];
+      device::prefetch_line(static_cast<const char*>(a.q) + at * element + from);
+    }
+  }
+  __device__ __forceinline__ int row_of(int b, int c) const {
+    return row0_ + 8 * b + static_cast<int>(threadIdx.x) % 4 * 2 + c;
+  }
+  __device__ __forceinline__ int token_of(int b, int c) const {
+    return token_of_row(p_, row_of(b, c));
+  }
+  /// Keys [first, last) are what token `token` of the segment's request sees.
+  __device__ __forceinline__ static int last_key(const Segment& s, int token) {
+    return max(0, s.keys - s.rows + token + 1);
+  }
+  __device__ __forceinline__ int first_key(const Segment& s, int token) const {
+    const int window = p_.attention.window;
+    return window > 0 ? max(0, last_key(s, token) - window) : 0;
+  }
+
+  /// Products become scores in units of log2.
+  __device__ __forceinline__ void scale(const Segment& segment, int key0, const Queries<T>& queries,
+                                        Scores<T>& scores) const {
+    const Params& a = p_.attention;
+    const int q = static_cast<int>(threadIdx.x) % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < T::kKeySteps; ++i) {
+      float key_scale[2] = {1.f, 1.f};
+      if (T::kFp8 && a.scaled_keys) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) key_scale[h] = scale_of_key(segment, key0 + 16 * i + 8 * h + q);
+      }
+#pragma unroll
+      for (int b = 0; b < T::kBlocks; ++b) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& s = scores.s[i][b][e];
+          s = __fmul_rn(s, queries.factor[b][e % 2]);
+          if (T::kFp8 && a.scaled_keys) s = __fmul_rn(s, key_scale[e / 2]);
+          if (a.cap_log2 > 0.f) s = capped(s, a.cap_log2);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float scale_of_key(const Segment& segment, int key) const {
+    const Params& a = p_.attention;
+    if (key >= segment.keys || key < first_key_seen(p_, segment.keys, segment.rows)) return 1.f;
+    const int page = a.page_table[segment.request * a.page_table_stride + (key >> p_.page_log2)];
+    if (page < 0 || page >= a.pages) return 1.f;
+    return a.k_scale[page * a.k_scale_stride[0] + (key & ((1 << p_.page_log2) - 1)) * a.k_scale_stride[1] +
+                     segment.head_kv * a.k_scale_stride[2]];
+  }
+
+  __device__ __forceinline__ void hide(const Segment& segment, int key0, Scores<T>& scores) const {
+    const int q = static_cast<int>(threadIdx.x) % 32 / 4;
+#pragma unroll
+    for (int b = 0; b < T::kBlocks; ++b) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = token_of(b, c);
+        const bool exists = token < segment.rows;
+        const int first = first_key(segment, token) - key0,
+                  last = exists ? last_key(segment, token) - key0 : 0;
+#pragma unroll
+        for (int i = 0; i < T::kKeySteps; ++i) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int key = 16 * i + 8 * h + q;
+            if (key < first || key >= last) scores.s[i][b][c + 2 * h] = kNoKeys;
+          }
+        }
+      }
+    }
+  }
+
+  /// Rows that nobody else has a part of.
+  __device__ __forceinline__ void finish(const Segment& segment, const Sums<T>& sums) const {
+    const Params& a = p_.attention;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int b = 0; b < T::kBlocks; ++b) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = token_of(b, c);
+        if (token >= segment.rows) continue;
+        const int head = segment.head_kv * a.group + row_of(b, c) - token * a.group;
+        const int64_t row = segment.row_begin + token;
+        const bool sees_keys = last_key(segment, token) > 0;
+        const RowEnd end(a, sees_keys, sums.maximum[b][c], sums.weight[b][c], head);
+        if (a.lse != nullptr && lane < 4) a.lse[row * a.lse_stride[0] + head * a.lse_stride[1]] = end.lse;
+        const int64_t at = row * a.output_stride[0] + head * a.output_stride[1];
+        sums.for_each_pair(b, c, [&](int d, float v0, float v1) {
+          v0 = sees_keys ? v0 * end.scale : 0.f;
+          v1 = sees_keys ? v1 * end.scale : 0.f;
+          if constexpr (T::kFp8) {
+            store_pair(a, at + d, v0, v1);
+          } else if (a.output_type == DType::bf16) {
+            static_cast<bf16*>(a.output)[at + d] = device::from_float<bf16>(v0);
+            static_cast<bf16*>(a.output)[at + d + 8] = device::from_float<bf16>(v1);
+          } else {
+            static_cast<float*>(a.output)[at + d] = v0;
+            static_cast<float*>(a.output)[at + d + 8] = v1;
+          }
+        });
+      }
+    }
+  }
+
+  /// Into the drained ring if this was the last segment, else into the workspace.
+  __device__ __forceinline__ void park(const Segment& segment, const Sums<T>& sums, bool last) {
+    const int which = segment.begins ? 1 : 0, lane = static_cast<int>(threadIdx.x) % 32;
+    const int rows = team_ * T::kRowsPerWarp;
+    float* to =
+        last ? reinterpret_cast<float*>(ring())
+             : p_.parked + (int64_t{blockIdx.x} * (T::kWarps >> p_.team_log2) + local_) * rows * T::kPitch;
+    float2* ends = shared_.piece_ends[which] + local_ * rows;
+#pragma unroll
+    for (int b = 0; b < T::kBlocks; ++b) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int r = row_of(b, c);
+        if (lane < 4) ends[r] = {sums.maximum[b][c], sums.weight[b][c]};
+        sums.for_each_pair(b, c, [&](int d, float v0, float v1) {
+          to[r * T::kPitch + d] = v0;
+          to[r * T::kPitch + d + (T::kFp8 ? 1 : 8)] = v1;
+        });
+      }
+    }
+    if (member_ == 0 && lane == 0)
+      shared_.pieces[which][local_] = {segment.head_kv, segment.row_begin, segment.rows, segment.keys, last};
+  }
+
+  const Sm90Params& p_;
+  Shared<T>& shared_;
+  const int team_, member_, local_, row0_;
+  WorkList<T> list_;
+  Feed<T> feed_;
+};
+
+template <class T>
+__global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void attention_decode_sm90_kernel(
+    const __grid_constant__ Sm90Params p) {
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<Shared<T>*>(memory);
+  if (threadIdx.x == 0) {
+    device::prefetch_tensor_map(&p.k);
+    device::prefetch_tensor_map(&p.v);
+  }
+  if (!p.old_keys_ready) {
+    device::wait_for_previous_kernel();
+    device::let_next_kernel_start();
+  }
+  Merge<T> merge(p, shared);
+  merge.read_cuts();
+  Worker<T>(p, shared).run();
+  __syncthreads();
+  merge.run();
+}
+
+template <class T>
+Status launch_shape(const Sm90Params& p, const Stream& stream) {
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.clusters << p.cluster_log2)),
+                          .block = dim3(T::kThreads),
+                          .smem_bytes = sizeof(Shared<T>),
+                          .cluster = 1 << p.cluster_log2,
+                          .overlap_previous = true};
+  return launch("attention_decode", attention_decode_sm90_kernel<T>, shape, stream, p);
+}
+
+/// K and V of type Raw.
+template <class Raw>
+Status launch_decode(const Sm90Params& p, const Stream& stream) {
+  const bool wide = rows_plan(p.rows).blocks == 2;
+  switch (p.attention.head_dim) {
+    case 64:
+      return wide ? launch_shape<Shape<Raw, 64, 2>>(p, stream) : launch_shape<Shape<Raw, 64, 1>>(p, stream);
+    case 128:
+      return wide ? launch_shape<Shape<Raw, 128, 2>>(p, stream) : launch_shape<Shape<Raw, 128, 1>>(p, stream);
+    default:
+      return launch_shape<Shape<Raw, 256, 1>>(p, stream);
+  }
+}
+
+extern template Status launch_decode<bf16>(const Sm90Params&, const Stream&);
+extern template Status launch_decode<fp8>(const Sm90Params&, const Stream&);
+
+}  // namespace vivace::attention_sm90

@@ -1,0 +1,46 @@
+#pragma once
+
+// How the sm90.* rows lay a call over warps, CTAs and clusters: what host and kernel agree on.
+
+#include <cstdint>
+
+namespace vivace::attention_sm90 {
+
+inline constexpr int kMaxClusterLog2 = 3, kMaxCluster = 1 << kMaxClusterLog2;  ///< CTAs
+inline constexpr int kMaxCtas = 160;                                           ///< of a grid
+
+inline constexpr int kMostRows = 64;  ///< of a unit; 32 with heads of 256
+/// Floats from one row of a piece to the next: rows 2 t and 2 t + 1 of a lane land 8 t banks apart.
+constexpr int piece_pitch(int head_dim) {
+  return head_dim + 4;
+}
+
+/// Rows of the kernel of a call: blocks of 8 a warp and warps of a team.
+struct RowsPlan {
+  int blocks, team_log2;
+};
+/// Up to 32 query rows share a read of K and V over up to four warps, more over four with two blocks each.
+constexpr RowsPlan rows_plan(int64_t rows) {
+  return {rows > 32 ? 2 : 1, rows > 16 ? 2 : rows > 8 ? 1 : 0};
+}
+inline constexpr int kCtaWarps = 4;  ///< one per scheduler of an SM: each has the registers of two
+
+/// Keys of a box of K or V, 8 KB where those are at most 64 keys: what a worker takes at a time.
+constexpr int64_t sm90_box_keys(int64_t row_bytes) {
+  return row_bytes > 256 ? 16 : row_bytes > 128 ? 32 : 64;
+}
+/// CTAs of a cluster, as a power of two. With few KV heads a request is cut into many pieces, which eight CTAs merge without the
+/// L2; with more of them all SMs count, of which clusters of eight leave some idle.
+constexpr int cluster_log2_of(int64_t heads_kv) {
+  return heads_kv < 4 ? kMaxClusterLog2 : 1;
+}
+/// Workers of a CTA.
+constexpr int64_t workers_per_cta(int64_t rows) {
+  return kCtaWarps >> rows_plan(rows).team_log2;
+}
+constexpr int64_t ctas_of(int64_t workers, int64_t rows) {
+  const int64_t each = workers_per_cta(rows);
+  return (workers + each - 1) / each;
+}
+
+}  // namespace vivace::attention_sm90
