@@ -635,8 +635,9 @@ void add_ops_schedule(CLI::App& ops, OpsScheduleArgs& a) {
       "Draw how a GPU's decode step of these requests is cut, and say how even the cut is.\n\n"
       "The keys of a request and KV head, a unit, are read in tiles. decode_schedule lays all units end to "
       "end and\n"
-      "cuts them into a run of equal weight per worker: a tile weighs 1, starting a unit what it takes in "
-      "tiles. A\n"
+      "cuts them into a run of equal weight per worker, a warp or a CTA: a tile weighs 1, starting a unit "
+      "what it "
+      "takes\nin tiles. A "
       "unit that several workers share leaves a partial result of each, to be merged. No GPU is needed: the "
       "CPU's\n"
       "row makes the same map. Shares of time take it that a tile lasts equally long everywhere, and that "
@@ -672,9 +673,26 @@ void add_ops_schedule(CLI::App& ops, OpsScheduleArgs& a) {
   auto* sms = integer(c, "--sms", 1, 1024,
                       fmt::format("Multiprocessors of the GPU [{}, an H200's]", OpsScheduleArgs::kH200Sms),
                       [&a](int64_t n) { a.sms = n; });
-  integer(c, "--workers", 1, 65536, "CTAs that share the work [as many as the SMs hold]", [&a](int64_t n) {
+  integer(c, "--workers", 1, 65536, "Workers that share the work [as many as the SMs hold]", [&a](int64_t n) {
     a.workers = n;
   })->excludes(sms);
+  add(
+      c, "--row", "ROW",
+      "Row of attention_decode that the cut is for: sm90, whose workers are\nwarps of a Hopper GPU, or "
+      "cuda.mma, "
+      "whose workers are CTAs\n[sm90 where it takes heads, queries and pieces]",
+      [](const std::string& text) -> Result<std::string> {
+        if (text == kSm90Row || text == kMmaRow) return text;
+        return invalid_argument("is '{}', needs {} or {}", text, kSm90Row, kMmaRow);
+      },
+      [&a](std::string row) { a.row = std::move(row); });
+  add(
+      c, "--kv-dtype", "TYPE", "Type of K and V, bf16 or fp8: how many keys a tile of sm90 has [bf16]",
+      [](const std::string& text) -> Result<bool> {
+        if (text == "bf16" || text == "fp8") return text == "fp8";
+        return invalid_argument("is '{}', needs bf16 or fp8", text);
+      },
+      [&a](bool fp8) { a.fp8 = fp8; });
   integer(c, "--piece-tiles", 0, int64_t{1} << 30,
           "Cut a request at multiples of N tiles alone, so that its bits\ndo not depend on its company; 0: "
           "anywhere [0]",

@@ -99,6 +99,8 @@ struct OpsScheduleArgs {
   int64_t query_tokens = 1, window = 0, piece_tiles = 0;
   int64_t sms = kH200Sms;
   std::optional<int64_t> workers;  ///< absent: as many as fit the SMs
+  std::string row;                 ///< of attention_decode: "sm90" or "cuda.mma"; empty: the first that takes the step
+  bool fp8 = false;                ///< K and V, else bf16
   std::string json_file;
 
   static constexpr int64_t kH200Sms = 132;

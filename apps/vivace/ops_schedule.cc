@@ -90,6 +90,7 @@ Json json_of(const CutStep& step) {
                    {"heads_q", step.heads_q},
                    {"heads_kv", p.heads_kv},
                    {"query_tokens", step.query_tokens},
+                   {"row", step.row},
                    {"tile_tokens", p.tile_tokens},
                    {"workers", p.workers},
                    {"min_tiles", p.min_tiles},
@@ -109,10 +110,12 @@ Json json_of(const CutStep& step) {
                    {"cut_units", s.cut_units},
                    {"most_pieces_per_unit", s.most_pieces},
                    {"head_dim", ScheduleSummary::kHeadDim},
-                   {"partial_bytes", s.partial_bytes()},
-                   {"most_partials", s.most_partials},
-                   {"most_partial_bytes", s.most_partial_bytes()},
                    {"classes", std::move(classes)}};
+  if (step.row == kMmaRow) {
+    document["partial_bytes"] = s.partial_bytes();
+    document["most_partials"] = s.most_partials;
+    document["most_partial_bytes"] = s.most_partial_bytes();
+  }
   list_map(step, document);
   return document;
 }

@@ -7,7 +7,7 @@
 #include <map>
 
 #include "src/core/error.h"
-#include "src/ops/decode_schedule/gpu.h"
+#include "src/ops/attention_decode/gpu_schedule.h"
 
 namespace vivace::cli {
 
@@ -122,10 +122,35 @@ ScheduleSummary summary_of(const CutStep& step) {
   return s;
 }
 
+int64_t unit_rows_of(const OpsScheduleArgs& args) {
+  return args.query_tokens * (args.heads_q / args.heads_kv);
+}
+
+/// CTAs of sm90 for the workers or SMs that were named.
+int64_t sm90_ctas(const OpsScheduleArgs& args) {
+  return args.workers ? attention_sm90::ctas_of(*args.workers, unit_rows_of(args)) : args.sms;
+}
+
+bool fits_sm90(const OpsScheduleArgs& args) {
+  return args.piece_tiles == 0 && unit_rows_of(args) <= attention_sm90::kMostRows &&
+         sm90_ctas(args) <= attention_sm90::kMaxCtas;
+}
+
 }  // namespace
 
+std::string_view row_of(const OpsScheduleArgs& args) {
+  if (!args.row.empty()) return args.row;
+  return fits_sm90(args) ? kSm90Row : kMmaRow;
+}
+
 DecodeScheduleParams params_of(const OpsScheduleArgs& args) {
-  DecodeScheduleParams params = gpu_decode_schedule(args.heads_kv, args.sms);
+  DecodeScheduleParams params = mma_decode_schedule(args.heads_kv, args.sms);
+  if (row_of(args) == kSm90Row) {
+    // Of the 132 SMs of an H200, clusters of eight CTAs take 120: those of a cluster are neighbours.
+    const int64_t clusters = std::max<int64_t>(1, args.sms / attention_sm90::kMaxCluster - 1);
+    params = sm90_decode_schedule(args.heads_kv, unit_rows_of(args),
+                                  ScheduleSummary::kHeadDim * (args.fp8 ? 1 : 2), args.sms, clusters);
+  }
   if (args.workers) params.workers = *args.workers;
   params.window = args.window;
   params.piece_tiles = args.piece_tiles;
@@ -134,6 +159,13 @@ DecodeScheduleParams params_of(const OpsScheduleArgs& args) {
 
 Status check_schedule_size(const OpsScheduleArgs& args) {
   constexpr int64_t kMostWeight = std::numeric_limits<int32_t>::max();
+  if (args.row == kSm90Row && !fits_sm90(args)) {
+    return invalid_argument(
+        "--row is {}, needs --piece-tiles 0 (is {}), at most {} query rows of a KV head (are {}) and {} CTAs "
+        "(are {})",
+        args.row, args.piece_tiles, attention_sm90::kMostRows, unit_rows_of(args), attention_sm90::kMaxCtas,
+        sm90_ctas(args));
+  }
   const DecodeScheduleParams params = params_of(args);
   int64_t weight = 0;
   for (const int64_t length : args.lengths) {
@@ -155,6 +187,7 @@ Status check_schedule_size(const OpsScheduleArgs& args) {
 
 Result<CutStep> cut_step(const OpsScheduleArgs& args) {
   CutStep step{.lengths_text = args.lengths_text,
+               .row = row_of(args),
                .heads_q = args.heads_q,
                .query_tokens = args.query_tokens,
                .params = params_of(args),

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "apps/vivace/arguments.h"
@@ -52,6 +53,7 @@ struct ScheduleSummary {
 /// A decode step of at least one request, cut.
 struct CutStep {
   std::string lengths_text;
+  std::string_view row;
   int64_t heads_q = 0, query_tokens = 0;
   DecodeScheduleParams params;
   std::vector<int32_t> lengths;
@@ -68,7 +70,11 @@ struct CutStep {
   }
 };
 
-/// As a GPU cuts it, see src/ops/decode_schedule/gpu.h.
+/// What --row may be.
+inline constexpr std::string_view kSm90Row = "sm90", kMmaRow = "cuda.mma";
+/// The one that is meant.
+std::string_view row_of(const OpsScheduleArgs& args);
+/// As a GPU cuts it for that row, see src/ops/attention_decode/gpu_schedule.h; heads have kHeadDim dimensions.
 DecodeScheduleParams params_of(const OpsScheduleArgs& args);
 /// That a map can be made and walked: the weights fit int32, and the pieces are not too many to look at each. The
 /// message has the flag.

@@ -44,6 +44,10 @@ std::string totals_text(const CutStep& step) {
   const auto line = [&](const char* name, const std::string& text) {
     out += fmt::format("{:<11} {}\n", name, text);
   };
+  line("row",
+       step.row == kSm90Row
+           ? fmt::format("attention_decode {}: a worker is a warp, or a few for many query rows", step.row)
+           : fmt::format("attention_decode {}: a worker is a CTA", step.row));
   line("workers",
        fmt::format("{} of {} have work{}", s.used, p.workers,
                    s.used == p.workers ? std::string()
@@ -60,10 +64,12 @@ std::string totals_text(const CutStep& step) {
                      ? fmt::format("{}, each a whole unit: nothing to merge", s.pieces)
                      : fmt::format("{}, of which {} are parts of {}, at most {} of one", s.pieces, s.partials,
                                    count_text(s.cut_units, "cut unit"), s.most_pieces));
-  line("partials",
-       fmt::format("{} in {} slots; at most {} in {} (head size {})",
-                   bytes_text(static_cast<double>(s.partial_bytes())), s.partials,
-                   bytes_text(s.most_partial_bytes()), s.most_partials, ScheduleSummary::kHeadDim));
+  if (step.row == kMmaRow) {
+    line("partials",
+         fmt::format("{} in {} slots; at most {} in {} (head size {})",
+                     bytes_text(static_cast<double>(s.partial_bytes())), s.partials,
+                     bytes_text(s.most_partial_bytes()), s.most_partials, ScheduleSummary::kHeadDim));
+  }
   return out;
 }
 

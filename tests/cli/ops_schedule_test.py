@@ -69,12 +69,13 @@ class Schedule(Case):
         self.assertEqual((got["cut_units"], got["most_pieces_per_unit"]),
                          (sum(n > 1 for n in pieces_of), max(pieces_of)))
         self.assertEqual(len(set(slots)), len(slots), "slots are distinct")
-        self.assertLess(max(slots, default=-1), got["most_partials"])
         self.assertEqual([(m["request"], m["head"], m["pieces"]) for m in got["merges"]],
                          [(*u[:2], n) for u, n in zip(units, pieces_of) if n > 1])
-        slot_bytes = (2 + got["head_dim"]) * 4 * got["query_tokens"] * got["heads_q"] // got["heads_kv"]
-        self.assertEqual(got["partial_bytes"], len(slots) * slot_bytes)
-        self.assertEqual(got["most_partial_bytes"], got["most_partials"] * slot_bytes)
+        if got["row"] == "cuda.mma":
+            slot_bytes = (2 + got["head_dim"]) * 4 * got["query_tokens"] * got["heads_q"] // got["heads_kv"]
+            self.assertLess(max(slots, default=-1), got["most_partials"])
+            self.assertEqual(got["partial_bytes"], len(slots) * slot_bytes)
+            self.assertEqual(got["most_partial_bytes"], got["most_partials"] * slot_bytes)
         self.assertEqual(sum(c["requests"] for c in got["classes"]), got["requests"])
         for c in got["classes"]:
             own = [n for n, u in zip(pieces_of, units) if c["tokens"][0] <= keys_of[u[0]] <= c["tokens"][1]]
@@ -85,7 +86,7 @@ class Schedule(Case):
     def test_maps(self):
         for lengths, heads in [("1x128K+31x4K", "8/1"), ("64x4K", "8/1"), ("64x0.5K", "64/8"), ("1x16K+15x64", "64/8"),
                                ("512x100", "64/8"), ("3x4K+1x100+2x0", "8/2"), ("1x1", "1/1"), ("2x0", "4/4")]:
-            for args in [[], ["--sms", 78], ["--workers", 1], ["--workers", 1000], ["--window", 1000, "--queries", 8],
+            for args in [[], ["--sms", 78], ["--workers", 1], ["--workers", 1000], ["--row", "cuda.mma"], ["--kv-dtype", "fp8"], ["--window", 1000, "--queries", 8],
                          ["--piece-tiles", 8], ["--piece-tiles", 3, "--window", 300]]:
                 with self.subTest(lengths=lengths, heads=heads, args=args):
                     self.check(lengths, heads, *args)
@@ -109,7 +110,7 @@ class Schedule(Case):
         return text
 
     def test_text_has_the_totals(self):
-        batch = ["--lengths", "1x128K+31x4K", "--heads", "8/1", "--queries", 2, "--window", 100000]
+        batch = ["--lengths", "1x128K+31x4K", "--heads", "8/1", "--queries", 2, "--window", 100000, "--row", "cuda.mma"]
         text, got = self.drawing(*batch), self.ok("ops", "schedule", *batch, "--json", "-").json
         self.assertIn("32 requests with 8/1 heads, 2 query tokens each, window 100000\n", text)
         self.assertRegex(text, rf"imbalance +{got['imbalance']:.3f}: the heaviest worker has {got['heaviest']},")
@@ -138,10 +139,10 @@ class Schedule(Case):
     def test_drawings_stay_short(self):
         for lengths, heads, workers, folded in [("64x4K", "8/1", 264, False), ("512x100", "64/8", 264, True),
                                                 ("64x4K", "64/8", 1056, True), ("65536x100", "8/1", 65536, True)]:
-            text = self.drawing("--lengths", lengths, "--heads", heads, "--workers", workers)
+            text = self.drawing("--lengths", lengths, "--heads", heads, "--workers", workers, "--row", "cuda.mma")
             self.assertEqual(": the same\n" in text, folded, lengths)
             self.assertEqual("are not drawn" in text, workers > 1088)
-        few = ["--lengths", "3x4K+1x100+2x0", "--heads", "8/2", "--workers", 264]
+        few = ["--lengths", "3x4K+1x100+2x0", "--heads", "8/2", "--workers", 264, "--row", "cuda.mma"]
         used = self.ok("ops", "schedule", *few, "--json", "-").json["used_workers"]
         self.assertIn(f"workers {used}-263 have nothing to do", self.drawing(*few))
 
@@ -186,6 +187,8 @@ class Schedule(Case):
                 ("--window", "-1", "is '-1', needs an integer from 0 to 2147483647"),
                 ("--sms", "0", "is '0', needs an integer from 1 to 1024"),
                 ("--workers", "65537", "is '65537', needs an integer from 1 to 65536"),
+                ("--row", "mma", "is 'mma', needs sm90 or cuda.mma"),
+                ("--kv-dtype", "f16", "is 'f16', needs bf16 or fp8"),
                 ("--piece-tiles", "x", "is 'x', needs an integer from 0 to 1073741824"),
                 ("--json", "", "is '', needs a FILE")]:
             with self.subTest(flag=flag, value=value):
@@ -196,6 +199,11 @@ class Schedule(Case):
         base = ["ops", "schedule", "--lengths", "1x4K", "--heads", "8/1"]
         self.fails(2, "--lengths is required", "ops", "schedule", "--heads", "8/1")
         self.fails(2, "--heads is required", "ops", "schedule", "--lengths", "1x4K")
+        self.fails(2, "--row is sm90, needs --piece-tiles 0 (is 8), at most 64 query rows of a KV head (are 8) and 160 CTAs (are 132)", *base,
+                   "--row", "sm90", "--piece-tiles", 8)
+        self.assertEqual(self.map_of("1x4K", "8/1", "--piece-tiles", 8)["row"], "cuda.mma")
+        self.assertEqual(self.map_of("1x4K", "128/1")["row"], "cuda.mma")
+        self.assertEqual([self.map_of("1x4K", "8/1", *args)["tile_tokens"] for args in [[], ["--kv-dtype", "fp8"]]], [32, 64])
         self.fails(2, "--sms excludes --workers", *base, "--sms", 1, "--workers", 2)
         self.fails(1, "--json: /nowhere/map.json: cannot be written", *base, "--json", "/nowhere/map.json")
         long = ["ops", "schedule", "--lengths", "1x2147483647", "--heads", "1024/1024", "--piece-tiles"]
