@@ -112,6 +112,9 @@ def main():
         print(f"{time.monotonic() - start:9.1f}", flush=True)
     good = sum(cell in ("ok", "skipped") for cell in cells)
     print(f"\n{counted(len(names), 'test')}, {counted(len(cells), 'cell')}, {len(cells) - good} neither ok nor skipped; output: {logs}/")
+    if not any(cell == "ok" for cell in cells):
+        print("nothing ran: is there a GPU?", file=sys.stderr)
+        return 1
     return 0 if good == len(cells) else 1
 
 

@@ -81,7 +81,8 @@ struct SamplerArgs {
 ///          gives such a row valid 0. unsupported: no row fits.
 /// Source   src/ops/sampler/
 Status sampler(const SamplerArgs& args, const Stream& stream);
-/// Scratch for this call on this stream; depends on vocab and the number of threads.
+/// Scratch for this call on this stream: on the CPU it depends on vocab and the number of threads, on a GPU on rows, vocab and
+/// whether there are biases.
 Result<int64_t> sampler_workspace_bytes(const SamplerArgs& args, const Stream& stream);
 /// The checks of one row's parameters alone, for the door.
 Status check_sample_params(const SampleParams& params);

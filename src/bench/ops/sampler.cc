@@ -20,8 +20,8 @@ int64_t sets_of(int64_t bytes) {
   return std::clamp<int64_t>((kColdBytes + bytes - 1) / bytes, 2, 16);
 }
 
-/// "temperature": over the whole vocabulary. "full": repetition penalty from a bit mask, top-k 20, top-p 0.9, and the drawn
-/// id is counted.
+/// "temperature": over the whole vocabulary. "full": repetition penalty from a bit mask, top-k 20, top-p 0.9; nothing
+/// is counted.
 class PreparedSampler final : public PreparedOp {
  public:
   explicit PreparedSampler(const OpWorkload& w)

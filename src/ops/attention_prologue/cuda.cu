@@ -450,6 +450,7 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
     return launch("attention_prologue", kernel, shape, stream, p);
   };
   const int heads = p.heads_q + 2 * p.heads_kv;
+  if (heads == 0) return {};
   const auto fits = [&](const Tensor& t) {
     return alignment_of(t) % std::min<int64_t>(kGroup * info_of(t.dtype).block_bytes, sizeof(uint4)) == 0;
   };

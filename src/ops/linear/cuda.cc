@@ -48,6 +48,7 @@ Result<std::optional<LinearPlans>> linear_cublaslt_plans(const LinearArgs& args,
 }
 
 Status linear_cublaslt(const LinearArgs& args, const Stream& stream) {
+  if (stream.ordinal < 0) return invalid_argument("linear: stream.ordinal is {}, needs that of a device", stream.ordinal);
   VIVACE_TRY_ASSIGN(const std::optional<LinearPlans> plans, linear_cublaslt_plans(args, stream));
   if (!plans) return unsupported("linear: cuBLASLt has no algorithm for x {}", to_string(args.x));
   return linear_by_plans(args, *plans, stream);

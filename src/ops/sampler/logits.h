@@ -73,7 +73,9 @@ struct Repetition {
   }
   __device__ __forceinline__ float operator()(float v) const {
     const float quotient = v * inverse;
-    const float corrected = fmaf(-fmaf(quotient, factor, -v), inverse, quotient);
+    // A quotient that overflows has no remainder.
+    const float corrected =
+        fabsf(quotient) < INFINITY ? fmaf(-fmaf(quotient, factor, -v), inverse, quotient) : quotient;
     return copysignf(fminf(corrected, v * factor), v);
   }
 };

@@ -400,9 +400,9 @@ __device__ __forceinline__ int locate_in(const RowOfLogits<T>& row, Weight&& wei
   if (some == 0) return 0;
   // Rounding may leave the last sum below the target: then the last segment that weighs anything.
   const int lane = reach != 0 ? __ffs(reach) - 1 : 31 - __clz(some);
-  int chosen = 0;
+  int chosen = -1;  // two orders of one sum may differ in the last bit: never none
   double before_chosen = before;
-  for (int i = begin; i < end && before <= target; ++i) {
+  for (int i = begin; i < end && (chosen < 0 || before <= target); ++i) {
     const double sum = segment_weight(i);
     if (!(sum > 0)) continue;
     chosen = i, before_chosen = before;
@@ -568,8 +568,9 @@ __device__ __forceinline__ int draw(const RowOfLogits<T>& row, const Filters& f,
           if (lane_id() == 0) s.found = id;
         }
         __syncthreads();
-        if (s.found >= 0) return s.found;
+        const int id = s.found;
         __syncthreads();
+        if (id >= 0) return id;
       }
     }
   }

@@ -64,7 +64,6 @@ __device__ __forceinline__ void store_pair(const Problem& p, Access access, int6
 template <int kRows>
 __global__ __launch_bounds__(Chain<kRows>::kThreads) void chain_kernel(const __grid_constant__ Problem p,
                                                                        Access access) {
-#if __CUDA_ARCH__ >= 900
   using C = Chain<kRows>;
   using T = typename C::Team;
   constexpr int kHalves = T::kN / 16;  // 16 columns lie in one block of scales
@@ -83,7 +82,7 @@ __global__ __launch_bounds__(Chain<kRows>::kThreads) void chain_kernel(const __g
     device::publish_barriers();
 #pragma unroll
     for (device::Barrier& barrier : handed_over)
-      if (rank > 0) device::arrive_and_expect(&barrier, sizeof(handed[0]));
+      if (rank > 0) device::arrive_and_expect_of_cluster(&barrier, sizeof(handed[0]));
   }
   device::cluster_barrier();  // the next CTA can take what it is handed
   device::wait_for_previous_kernel();
@@ -159,7 +158,6 @@ __global__ __launch_bounds__(Chain<kRows>::kThreads) void chain_kernel(const __g
     }
   }
 
-  const bool idle = warp_row >= rows;
 #pragma unroll 1
   for (int block = team; block < blocks; block += C::kTeams) {
     uint8_t* const stage = stages + block * T::kStageBytes;
@@ -168,7 +166,7 @@ __global__ __launch_bounds__(Chain<kRows>::kThreads) void chain_kernel(const __g
     device::named_barrier(1 + team, T::kThreads);
     Accumulators<T> acc = {};
     const uint8_t *a = stage + warp_row * kRowBytes, *b = stage + (T::kM + warp_column) * kRowBytes;
-    if (!idle) multiply_stage<T, fp8>(a, b, lane, acc);
+    multiply_stage<T, fp8>(a, b, lane, acc);
     device::named_barrier(1 + team, T::kThreads);  // the team is done with the operands
     float2* product = reinterpret_cast<float2*>(stage) + thread;
 #pragma unroll
@@ -190,7 +188,7 @@ __global__ __launch_bounds__(Chain<kRows>::kThreads) void chain_kernel(const __g
     const float2* product = reinterpret_cast<const float2*>(stages) + first_pair * T::kThreads + thread;
     float sums[C::kOfPart][2] = {};  // of rows 8 apart
     if (rank > 0) {
-      device::wait_for(&handed_over[part], 0);
+      device::wait_for_cluster_writes(&handed_over[part], 0);
 #pragma unroll
       for (int i = 0; i < C::kOfPart; ++i) {
         const float2 before = handed[part][i][threadIdx.x];
@@ -228,7 +226,6 @@ __global__ __launch_bounds__(Chain<kRows>::kThreads) void chain_kernel(const __g
       }
     }
   }
-#endif
 }
 
 int64_t blocks_of_k(const Problem& p) {
@@ -264,7 +261,7 @@ Status run_chain(std::string_view name, const Problem& p, const Stream& stream) 
 
 bool chain_suits(const Problem& p, const Stream& stream) {
   constexpr int64_t kTooManyTiles = 200;  // more than one and a half per SM
-  return stream.compute_capability >= 90 && p.block_scales && !p.gated && p.y_scale == nullptr &&
+  return stream.compute_capability == 90 && p.block_scales && !p.gated && p.y_scale == nullptr &&
          p.y_type != DType::fp8_e4m3 && p.group_start == nullptr && p.a_index == nullptr && p.rows <= 64 &&
          column_tiles(p) <= kTooManyTiles && blocks_of_k(p) <= kMaxCtas * Chain<64>::kMaxBlocks;
 }
