@@ -25,20 +25,19 @@ Encode find_encode() {
 
 }  // namespace
 
-Result<CUtensorMap> tensor_map(const TensorMapShape& shape) {
+Status make_tensor_map(const TensorMapShape& shape, CUtensorMap& map) {
   static const Encode encode = find_encode();
   if (encode == nullptr) {
     return error(Code::device_error,
                  "the driver has no cuTensorMapEncodeTiled, needs one for CUDA 12.0 or newer");
   }
   constexpr std::array<uint32_t, 5> kDense = {1, 1, 1, 1, 1};
-  CUtensorMap map;
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(shape.data), shape.extent.data(),
              shape.stride.data(), shape.box.data(), kDense.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
              shape.swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return map;
+  if (result == CUDA_SUCCESS) return {};
   return error(Code::device_error, "cuTensorMapEncodeTiled refuses a tensor at {} with CUresult {}",
                shape.data, static_cast<int>(result));
 }

@@ -22,8 +22,8 @@ struct TensorMapShape {
   int swizzle = 128;            ///< width in bytes of the pattern that permutes 16-byte chunks: 128 or 64
 };
 
-/// The descriptor of `shape`; out-of-range parts of a box arrive as zeros. Costs about a microsecond of the host.
+/// Makes the descriptor of `shape`; out-of-range parts of a box arrive as zeros. Costs about a microsecond of the host.
 /// Fails  device_error: the driver lacks it or refuses the shape.
-Result<CUtensorMap> tensor_map(const TensorMapShape& shape);
+Status make_tensor_map(const TensorMapShape& shape, CUtensorMap& map);
 
 }  // namespace vivace::device
