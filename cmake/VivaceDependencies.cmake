@@ -6,6 +6,7 @@ find_path(VIVACE_JSON_INCLUDE nlohmann/json.hpp REQUIRED)
 find_path(VIVACE_FMT_INCLUDE fmt/format.h REQUIRED)
 find_path(VIVACE_HIGHWAY_INCLUDE hwy/highway.h REQUIRED)
 find_path(VIVACE_CLI11_INCLUDE CLI/CLI.hpp REQUIRED)
+find_path(VIVACE_BOOST_INCLUDE boost/beast/http.hpp REQUIRED)  # Asio and Beast, header-only
 
 add_library(vivace_pcre2 INTERFACE)
 find_path(VIVACE_PCRE2_INCLUDE pcre2.h REQUIRED)

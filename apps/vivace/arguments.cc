@@ -14,8 +14,10 @@
 #include "apps/vivace/output.h"
 #include "apps/vivace/schedule_map.h"
 #include "apps/vivace/value.h"
+#include "src/bench/http_target.h"
 #include "src/bench/ops/run.h"
 #include "src/bench/ops/suite.h"
+#include "src/bench/workload.h"
 #include "src/core/error.h"
 #include "src/cpu/machine.h"
 #include "src/engine/check_options.h"
@@ -574,37 +576,245 @@ bool same_path(const std::string& a, const std::string& b) {
   return fs::weakly_canonical(a, failure) == fs::weakly_canonical(b, failure);
 }
 
-void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArgs& step) {
-  CLI::App& bench = *add_command(
-      app, "bench", "Measure the engine under load, decode steps of a model, or single operators.", "");
-  bench.require_subcommand(1);
-  add_bench_step(bench, step);
-  add_bench_ops(bench, ops);
+/// Seconds, on the command line with a fraction if need be.
+CLI::Option* seconds(CLI::App& app, const std::string& flag, double low, double high, const std::string& help,
+                     std::chrono::milliseconds& target) {
+  return number(app, flag, low, high, false, help,
+                [&target](double x) { target = std::chrono::milliseconds(std::llround(x * 1000)); });
+}
+
+Result<server::LogLevel> parse_log_level(const std::string& text) {
+  if (text == "all") return server::LogLevel::all;
+  if (text == "errors") return server::LogLevel::errors;
+  if (text == "off") return server::LogLevel::off;
+  return invalid_argument("is '{}', needs all, errors or off", text);
+}
+
+Result<int64_t> parse_size(const std::string& text, int64_t low, int64_t high) {
+  Result<int64_t> bytes = parse_bytes(text);
+  if (!bytes.ok() || (*bytes >= low && *bytes <= high)) return bytes;
+  return invalid_argument("is '{}', needs {}..{} bytes", text, low, high);
+}
+
+void add_serve(CLI::App& app, ServeArgs& a) {
+  CLI::App& c = *add_command(
+      app, "serve",
+      "Serve a model over HTTP as OpenAI's API does: /v1/completions and /v1/chat/completions, streamed or "
+      "not,\n"
+      "/v1/models, /health, /metrics (Prometheus), and what benchmark clients of other servers ask for "
+      "(/generate,\n"
+      "/get_server_info, /flush_cache). SIGTERM and SIGINT end it: running requests have --shutdown-timeout "
+      "to "
+      "finish,\n"
+      "a second signal ends them at once; either way their clients are told. The log is one JSON object a "
+      "line "
+      "on\n"
+      "standard error.",
+      "Examples:\n"
+      "  vivace serve --model model.gguf\n"
+      "  vivace serve --model model.gguf --host 0.0.0.0 --port 8080 --api-key-file keys.txt --max-queue 256\n"
+      "  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\\n"
+      "       -d '{\"prompt\": \"Once upon a time\", \"max_tokens\": 32, \"stream\": true}'");
+  server::HttpOptions& http = a.server.http;
+  filled(c, "--host", "ADDRESS", "IP address to listen on; 0.0.0.0 or :: is every one [127.0.0.1]",
+         http.host);
+  integer(c, "--port", 0, 65535, "Port to listen on; 0: any that is free, the log says which [8000]",
+          [&](int64_t n) { http.port = static_cast<int>(n); });
+  filled(c, "--served-model-name", "NAME", "The model's name in requests and answers [--model]",
+         a.served_model_name);
+  filled(c, "--api-key-file", "FILE",
+         "Keys, one a line: requests need 'Authorization: Bearer KEY' with one of them\n[everybody may ask]",
+         a.api_key_file);
+  filled(c, "--chat-template", "FILE", "A Jinja template instead of the model's own", a.chat_template_file);
+  add(c, "--log", "LEVEL", "Requests in the log: all, errors or off [all]", parse_log_level,
+      [&](server::LogLevel level) { a.server.log = level; });
+  const std::string group = "Limits";
+  const auto limit = [&](CLI::Option* option) { option->group(group); };
+  limit(integer(c, "--max-queue", 1, 1000000, "Requests that wait for the engine; more are 429 [4096]",
+                [&](int64_t n) { a.engine.max_waiting = n; }));
+  limit(integer(c, "--max-connections", 1, 1000000,
+                "Open connections; more are 503 [4096, or what the limit of open files allows]",
+                [&](int64_t n) { http.max_connections = n; }));
+  limit(add(
+      c, "--max-body", "BYTES", "Longest body of a request, 1K to 64M; a longer one is 413 [8M]",
+      [](const std::string& text) { return parse_size(text, 1 << 10, 64 << 20); },
+      [&](int64_t n) { http.max_body = n; }));
+  limit(add(
+      c, "--max-header", "BYTES", "Longest request line and headers, 1K to 256K; longer ones are 431 [16K]",
+      [](const std::string& text) { return parse_size(text, 1 << 10, 256 << 10); },
+      [&](int64_t n) { http.max_header = n; }));
+  limit(seconds(c, "--header-timeout", 0.1, 3600, "Seconds that headers may take; then 408 [10]",
+                http.header_timeout));
+  limit(seconds(c, "--body-timeout", 0.1, 3600, "Seconds that a body may take; then 408 [60]",
+                http.body_timeout));
+  limit(seconds(c, "--idle-timeout", 0.1, 3600, "Seconds that a connection may wait between requests [75]",
+                http.idle_timeout));
+  limit(seconds(c, "--write-timeout", 0.1, 3600,
+                "Seconds that a token may wait for its reader; then the connection is cut [30]",
+                http.write_timeout));
+  limit(seconds(c, "--shutdown-timeout", 0, 3600, "Seconds that running requests have after SIGTERM [30]",
+                a.shutdown_timeout));
+  limit(integer(c, "--io-threads", 1, 16, "Threads for connections [2]",
+                [&](int64_t n) { http.io_threads = static_cast<int>(n); }));
+  limit(integer(c, "--workers", 1, 64, "Threads for JSON, templates and tokenising [2]",
+                [&](int64_t n) { a.server.workers = static_cast<int>(n); }));
+  add_engine(c, a.engine);
+  c.add_flag_callback(
+       "--no-prefix-cache", [&] { a.engine.prefix_cache = false; }, "Compute every prompt anew")
+      ->group(c.get_option("--model")->get_group());
+}
+
+/// An option for the address of a server.
+CLI::Option* add_url(CLI::App& app, const std::string& help, std::vector<std::string>& urls) {
+  return app
+      .add_option_function<std::vector<std::string>>(
+          "--url",
+          [&urls](const std::vector<std::string>& given) {
+            for (const std::string& url : given) {
+              const Status status = bench::HttpUrl::parse(url).status();
+              if (!status.ok()) refuse("--url", status);
+            }
+            urls = given;
+          },
+          help)
+      ->type_name("URL")
+      ->allow_extra_args(false)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+}
+
+/// The other side of a comparison: this side's options, changed by the flags in `text`.
+BenchServeArgs::Other parse_against(const BenchServeArgs& a, const std::string& text) {
+  BenchServeArgs::Other other{a.engine, "", text};
+  std::vector<std::string> urls;
+  CLI::App app;
+  app.set_help_flag();
+  add_engine(app, other.engine);
+  app.get_option("--model")->required(false);
+  add_url(app, "", urls);
+  try {
+    app.parse(text);
+  } catch (const CLI::ParseError& error) {
+    throw CLI::ValidationError(fmt::format("--against '{}': {}", text, error.what()));
+  }
+  if (urls.size() > 1) throw CLI::ValidationError("--against: --url is given twice, needs one");
+  if (!urls.empty()) other.url = urls.front();
+  if (urls.empty() && other.engine.model.empty())
+    throw CLI::ValidationError(fmt::format("--against is '{}', needs --url or --model in it", text));
+  return other;
+}
+
+/// What belongs to an engine of this process has no effect on servers.
+void refuse_engine_options(const CLI::App& app) {
+  const std::string group = app.get_option("--model")->get_group();
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string name = option->get_name();
+    if (option->get_group() != group || option->count() == 0) continue;
+    if (name == "--model" || name == "--max-model-len") continue;
+    throw CLI::ValidationError(name + " is for an engine of this process; with --url the server has its own");
+  }
+}
+
+void check_bench_serve(const CLI::App& c, BenchServeArgs& a, const std::string& against) {
+  if (a.report_file == "-") throw CLI::ValidationError("--report is '-', needs the path of an HTML file");
+  if (!a.report_file.empty() && same_path(a.report_file, a.json_file)) {
+    throw CLI::ValidationError(
+        fmt::format("--report is '{}', needs another file than --json", a.report_file));
+  }
+  const auto given = [&](const char* flag) { return c.get_option(flag)->count() > 0; };
+  if (!a.compare_files.empty()) {
+    for (const char* flag : {"--model", "--url", "--against"}) {
+      if (given(flag)) throw CLI::ValidationError(fmt::format("--compare excludes {}", flag));
+    }
+    return;
+  }
+  if (a.urls.size() > 2)
+    throw CLI::ValidationError(fmt::format("--url is given {} times, needs at most two", a.urls.size()));
+  if (!against.empty()) {
+    if (a.urls.size() > 1) throw CLI::ValidationError("--against excludes a second --url");
+    a.other = parse_against(a, against);
+  } else if (a.urls.size() == 2) {
+    a.other = BenchServeArgs::Other{a.engine, a.urls.back(), ""};
+  }
+  const bool engine = a.urls.empty() || (a.other && a.other->url.empty());
+  if (a.urls.empty() && a.engine.model.empty())
+    throw CLI::ValidationError("one of --model, --url and --compare is needed");
+  if (!engine) refuse_engine_options(c);
+  if (!a.other && given("--rounds"))
+    throw CLI::ValidationError("--rounds needs two sides: a second --url, or --against");
+  const bool server = !a.urls.empty() || (a.other && !a.other->url.empty());
+  for (const char* flag : {"--vocab", "--served-model-name", "--api-key-file", "--api-key-env",
+                           "--connect-timeout", "--read-timeout"}) {
+    if (given(flag) && !server) throw CLI::ValidationError(fmt::format("{} needs --url", flag));
+  }
+  if (given("--vocab") && !a.dataset.empty()) throw CLI::ValidationError("--dataset excludes --vocab");
+  if (given("--max-tokens") && a.dataset.empty())
+    throw CLI::ValidationError("--max-tokens needs --dataset: a workload draws its lengths");
+}
+
+void add_bench_serve(CLI::App& bench, BenchServeArgs& a) {
   CLI::App& c = *add_command(
       bench, "serve",
       "Run many requests at once and measure what each of their users would see.\n\n"
-      "The engine runs in this process. A closed loop keeps --concurrency requests open; an open loop "
-      "(--rate) sends\n"
-      "them at random times whether or not earlier ones are done, as independent users do. Workloads:\n"
-      "  uniform   128 tokens in, 64 out\n"
-      "  mixed     prompt lengths log-normal (median 96, sigma 1.2), outputs log-normal (median 48, sigma "
+      "The engine runs in this process (--model), or a server with OpenAI's protocol is asked (--url). A "
+      "closed loop keeps\n"
+      "--concurrency requests open; an open loop (--rate) sends them at random times whether or not earlier "
+      "ones are done,\n"
+      "as independent users do. Workloads:\n"
+      "  uniform     128 tokens in, 64 out\n"
+      "  mixed       prompt lengths log-normal (median 96, sigma 1.2), outputs log-normal (median 48, sigma "
       "0.8)\n"
+      "  multi-turn  conversations of four turns; all begin with the same 192 tokens; with --rate these "
+      "arrive\n"
+      "or the lines of --dataset: {\"prompt\": ..., \"max_tokens\": N} or {\"messages\": [...], ...}, as "
+      "JSON.\n"
       "The same seed gives the same requests. End tokens are ignored, so that every output has its drawn "
       "length;\n"
       "requests that the context is too short for are cut, and a line says how many.\n"
-      "TTFT is the time to the first token, ITL each gap between two tokens, TPOT a request's mean gap.",
+      "TTFT is the time to the first token, ITL each gap between two tokens, TPOT a request's mean gap.\n\n"
+      "Two sides are compared when --url is given twice or --against says what is other: they take turns, "
+      "each round with\n"
+      "new requests, the same for both. --compare puts two finished runs side by side.",
       "Examples:\n"
       "  vivace bench serve --model model.gguf --workload mixed --requests 32 --concurrency 8 --report "
       "report.html\n"
-      "  vivace bench serve --model model.gguf --workload uniform --rate 0.5 --json result.json");
-  add(
-      c, "--workload", "NAME", "uniform or mixed [mixed]",
+      "  vivace bench serve --model model.gguf --workload uniform --rate 0.5 --json result.json\n"
+      "  vivace bench serve --url http://127.0.0.1:8000 --rate 2 --slo ttft=500ms,tpot=50ms\n"
+      "  vivace bench serve --url http://127.0.0.1:8000 --dataset prompts.jsonl --api-key-file key\n"
+      "  vivace bench serve --model model.gguf --against \"--prefer linear=reference\" --report "
+      "compare.html\n"
+      "  vivace bench serve --compare before.json after.json");
+  add_url(c,
+          "A server; twice: two servers that take turns. With --model, its tokenizer alone is used: prompts "
+          "are\ntoken ids of exact length, else text of about that length",
+          a.urls);
+  const auto against = std::make_shared<std::string>();
+  filled(
+      c, "--against", "FLAGS",
+      "Compare with this: flags of the engine that differ, such as \"--prefer linear=reference\", or --url",
+      *against);
+  c.add_option("--compare", a.compare_files, "Two files of --json, side by side; nothing is run")
+      ->type_name("FILE")
+      ->expected(2);
+  integer(c, "--rounds", 1, 1000, "Comparison: turns of each side [3]", [&](int64_t n) { a.rounds = n; });
+  auto* workload = add(
+      c, "--workload", "NAME", "uniform, mixed or multi-turn [mixed]",
       [](const std::string& text) -> Result<std::string> {
-        if (text == "uniform" || text == "mixed") return text;
-        return invalid_argument("is '{}', needs uniform or mixed", text);
+        VIVACE_TRY(bench::workload_from_name(text).status());
+        return text;
       },
       [&](std::string text) { a.workload = std::move(text); });
-  integer(c, "--requests", 1, 1000000, "Requests to send [64]", [&](int64_t n) { a.requests = n; });
+  filled(c, "--dataset", "FILE", "Requests from this file, a JSON object per line", a.dataset)
+      ->excludes(workload);
+  integer(c, "--max-tokens", 1, 1 << 20, "Output of a line of --dataset without max_tokens [128]",
+          [&](int64_t n) { a.max_tokens = n; });
+  auto* vocab = integer(c, "--vocab", 1, std::numeric_limits<int32_t>::max(),
+                        "Prompts of random token ids below N, for servers without a tokenizer",
+                        [&](int64_t n) { a.vocab = n; });
+  c.add_flag("--chat", a.chat, "Send text as the message of a user, to /v1/chat/completions")
+      ->excludes(vocab);
+  c.add_flag("--stop-at-eos", a.stop_at_eos, "Outputs end at the model's end token");
+  integer(c, "--requests", 1, 1000000, "Requests to send [64; each line of --dataset once]",
+          [&](int64_t n) { a.requests = n; });
   auto* concurrency = integer(c, "--concurrency", 1, 100000, "Closed loop: requests open at once [8]",
                               [&](int64_t n) { a.concurrency = n; });
   number(c, "--rate", 0, 1e6, true, "Open loop: requests per second, Poisson", [&](double x) {
@@ -614,17 +824,40 @@ void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArg
           [&](int64_t n) { a.seed = static_cast<uint64_t>(n); });
   number(c, "--temperature", 0, INFINITY, false, "0 takes the most likely token [0]",
          [&](double x) { a.temperature = x; });
+  add(
+      c, "--slo", "BOUNDS", "Goodput: requests within these, such as ttft=500ms,tpot=50ms (and e2e)",
+      [](const std::string& text) { return bench::Slo::parse(text); }, [&](bench::Slo slo) { a.slo = slo; });
   c.add_flag("--watch", a.watch, "Show the text of one request at a time as it streams (on standard error)");
   filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);
   filled(c, "--report", "FILE", "Write one self-contained HTML page with plots", a.report_file);
+
+  const std::string group = "Server";
+  filled(c, "--served-model-name", "NAME", "The model to ask for [the first of /v1/models]",
+         a.served_model_name)
+      ->group(group);
+  auto* key_file =
+      filled(c, "--api-key-file", "FILE", "Its first line is sent as the key", a.api_key_file)->group(group);
+  filled(c, "--api-key-env", "NAME", "This environment variable is sent as the key", a.api_key_variable)
+      ->group(group)
+      ->excludes(key_file);
+  number(c, "--connect-timeout", 0, 86400, true, "Seconds until a connection stands [10]", [&](double x) {
+    a.connect_timeout_s = x;
+  })->group(group);
+  number(c, "--read-timeout", 0, 86400, true, "Seconds without a byte from the server [300]", [&](double x) {
+    a.read_timeout_s = x;
+  })->group(group);
   add_engine(c, a.engine);
-  c.callback([&a] {
-    if (a.report_file == "-") throw CLI::ValidationError("--report is '-', needs the path of an HTML file");
-    if (!a.report_file.empty() && same_path(a.report_file, a.json_file)) {
-      throw CLI::ValidationError(
-          fmt::format("--report is '{}', needs another file than --json", a.report_file));
-    }
-  });
+  c.get_option("--model")->required(false);
+  c.callback([&a, &c, against] { check_bench_serve(c, a, *against); });
+}
+
+void add_bench(CLI::App& app, BenchServeArgs& a, BenchOpsArgs& ops, BenchStepArgs& step) {
+  CLI::App& bench = *add_command(
+      app, "bench", "Measure the engine under load, decode steps of a model, or single operators.", "");
+  bench.require_subcommand(1);
+  add_bench_step(bench, step);
+  add_bench_ops(bench, ops);
+  add_bench_serve(bench, a);
 }
 
 void add_ops_schedule(CLI::App& ops, OpsScheduleArgs& a) {
@@ -845,6 +1078,7 @@ Parsed parse_command_line(int argc, char** argv) {
       "Start here:\n"
       "  vivace doctor                                            what this machine can do\n"
       "  vivace generate --model model.gguf --chat \"Hello\"        talk to a model\n"
+      "  vivace serve --model model.gguf                          serve it over HTTP\n"
       "  vivace bench serve --model model.gguf --report out.html  measure it under load\n"
       "  vivace ops explain --model model.gguf                    which code runs, and why\n\n"
       "Each command has its own --help with examples.");
@@ -855,6 +1089,7 @@ Parsed parse_command_line(int argc, char** argv) {
   ScoreArgs score;
   TokenizeArgs tokenize;
   QuantizeArgs quantize;
+  ServeArgs serve;
   BenchServeArgs bench;
   BenchOpsArgs bench_ops;
   BenchStepArgs bench_step;
@@ -866,6 +1101,7 @@ Parsed parse_command_line(int argc, char** argv) {
   add_score(app, score);
   add_tokenize(app, tokenize);
   add_quantize(app, quantize);
+  add_serve(app, serve);
   add_bench(app, bench, bench_ops, bench_step);
   add_ops(app, ops, explain, schedule);
   add_doctor(app, doctor);
@@ -881,6 +1117,7 @@ Parsed parse_command_line(int argc, char** argv) {
   if (app.got_subcommand("score")) return {score};
   if (app.got_subcommand("tokenize")) return {tokenize};
   if (app.got_subcommand("quantize")) return {quantize};
+  if (app.got_subcommand("serve")) return {serve};
   if (app.got_subcommand("bench")) {
     if (app.get_subcommand("bench")->got_subcommand("ops")) return {bench_ops};
     if (app.get_subcommand("bench")->got_subcommand("step")) return {bench_step};

@@ -7,7 +7,9 @@
 #include <variant>
 #include <vector>
 
+#include "src/bench/metrics.h"
 #include "src/bench/ops/workload.h"
+#include "src/server/server.h"
 #include "vivace/engine.h"
 
 // The command line as plain structs. Values are in range when they get here; what only the model can judge (an id
@@ -51,14 +53,39 @@ struct QuantizeArgs {
   bool json = false;
 };
 
-struct BenchServeArgs {
+struct ServeArgs {
   EngineOptions engine;
-  std::string workload = "mixed";
-  int64_t requests = 64;
+  server::ServerOptions server;
+  std::string served_model_name;  ///< empty: the model's path
+  std::string api_key_file, chat_template_file;
+  std::chrono::milliseconds shutdown_timeout{30'000};
+};
+
+struct BenchServeArgs {
+  EngineOptions engine;           ///< its model is empty where only servers are measured
+  std::vector<std::string> urls;  ///< of servers; none: the engine of this process
+  /// The second side of a comparison: what --against changes.
+  struct Other {
+    EngineOptions engine;
+    std::string url;   ///< empty: an engine
+    std::string text;  ///< as given
+  };
+  std::optional<Other> other;
+  std::vector<std::string> compare_files;  ///< two, or none
+  int64_t rounds = 3;                      ///< of a comparison
+  std::string served_model_name, api_key_file, api_key_variable;
+  double connect_timeout_s = 10, read_timeout_s = 300;
+  bool chat = false;
+  int64_t vocab = 0;  ///< > 0: prompts of random ids below it
+  std::string workload = "mixed", dataset;
+  std::optional<int64_t> requests;
+  int64_t max_tokens = 128;  ///< of the data set's lines without a number
+  bool stop_at_eos = false;
   int64_t concurrency = 8;
   double rate = 0;  ///< > 0: an open loop
   uint64_t seed = 0;
   double temperature = 0;
+  bench::Slo slo;
   bool watch = false;
   std::string json_file, report_file;
   std::string command;  ///< the command line, for the report
@@ -111,9 +138,9 @@ struct DoctorArgs {
   bool json = false;
 };
 
-using Command =
-    std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, QuantizeArgs, BenchServeArgs,
-                 BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs, OpsScheduleArgs, DoctorArgs>;
+using Command = std::variant<std::monostate, GenerateArgs, ScoreArgs, TokenizeArgs, QuantizeArgs, ServeArgs,
+                             BenchServeArgs, BenchOpsArgs, BenchStepArgs, OpsArgs, OpsExplainArgs,
+                             OpsScheduleArgs, DoctorArgs>;
 
 struct Parsed {
   Command command;    ///< empty: nothing to run, the program ends with exit_code

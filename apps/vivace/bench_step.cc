@@ -80,7 +80,7 @@ Status run_bench(const BenchStepArgs& args) {
                                   fmt::format("batch {}", batch));
                     }));
   line.finish();
-  report.rows = rows_since(runner->dispatch(), {});
+  report.rows = bench::rows_since(row_calls(runner->dispatch()), {});
   VIVACE_TRY(add_reasons(report.rows, explain_decodes(runner->model(), args.batches, runner->stream()),
                          options.prefer));
   if (args.json_file == "-") {

@@ -10,6 +10,7 @@ int run(const GenerateArgs& args);
 int run(const ScoreArgs& args);
 int run(const TokenizeArgs& args);
 int run(const QuantizeArgs& args);
+int run(const ServeArgs& args);
 int run(const BenchServeArgs& args);
 int run(const BenchOpsArgs& args);
 int run(const BenchStepArgs& args);

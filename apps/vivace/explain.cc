@@ -113,15 +113,10 @@ std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op
   return reasons;
 }
 
-std::vector<bench::RowUse> rows_since(const Dispatch& dispatch, const std::vector<RowCount>& before) {
+std::vector<bench::RowUse> row_calls(const Dispatch& dispatch) {
   std::vector<bench::RowUse> uses;
-  for (const RowCount& now : dispatch.counts()) {
-    int64_t calls = now.calls;
-    for (const RowCount& b : before) {
-      if (b.op == now.op && b.row == now.row) calls -= b.calls;
-    }
-    if (calls > 0) uses.push_back({std::string(now.op), std::string(now.row), calls, {}});
-  }
+  for (const RowCount& count : dispatch.counts())
+    uses.push_back({std::string(count.op), std::string(count.row), count.calls, {}});
   return uses;
 }
 

@@ -26,8 +26,8 @@ std::vector<model::OpUse> explain_decodes(model::Model& model, const std::vector
 /// them. For what explain_model() does not cover.
 std::vector<Refusal> table_reasons(const Dispatch& dispatch, std::string_view op, std::string_view row);
 
-/// Calls per row since `before`.
-std::vector<bench::RowUse> rows_since(const Dispatch& dispatch, const std::vector<RowCount>& before);
+/// Calls per row so far; bench::rows_since() takes the difference.
+std::vector<bench::RowUse> row_calls(const Dispatch& dispatch);
 /// Adds why earlier rows did not run: what the calls of such steps were refused for, else what the rows need.
 Status add_reasons(std::vector<bench::RowUse>& rows, const std::vector<model::OpUse>& explained,
                    const std::string& prefer);

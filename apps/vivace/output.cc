@@ -30,6 +30,7 @@ void print_json(const nlohmann::ordered_json& json) {
 }
 
 std::string in_flags(std::string_view message) {
+  if (message.starts_with("--dataset: ")) return std::string(message);  // the fields of a file
   // Options that are no word of every day; what checks the others is at the command line.
   static const std::pair<std::string_view, std::string> kFlags[] = {
       {"kv_dtype", "--kv-dtype"},           {"router_mode", "--router-mode"},

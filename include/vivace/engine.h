@@ -129,6 +129,8 @@ class Engine {
   virtual void cancel(RequestId request) = 0;
   /// Blocks until nothing is running or waiting; from a sink it returns at once.
   virtual void drain() = 0;
+  /// Later requests find no prefix of earlier ones. Takes effect before the next step is planned.
+  virtual void clear_prefix_cache() = 0;
   virtual EngineStats stats() const = 0;
   virtual const EngineOptions& options() const = 0;
   virtual int64_t max_model_len() const = 0;

@@ -15,12 +15,16 @@ namespace vivace::bench {
 struct RequestRecord {
   int64_t prompt_tokens = 0;
   int64_t wanted_tokens = 0;
-  int64_t completion_tokens = 0;
+  int64_t completion_tokens = 0;  ///< as the target says; its chunks when it does not
   int64_t cached_tokens = 0;
   double start_s = 0;           ///< just before it was sent
   double end_s = 0;             ///< its last chunk, or when it failed
   std::vector<double> chunk_s;  ///< one per counted chunk
+  std::string text;             ///< all of it, as far as it came
   std::string error;            ///< empty: it succeeded
+  std::string error_kind;       ///< with `error`: what failures are counted by
+  bool usage_known = false;     ///< the target said how many tokens there were
+  int64_t round = 0;            ///< of runs that were put together
 };
 
 struct LoadProgress {
@@ -33,6 +37,7 @@ struct LoadOptions {
   int64_t concurrency = 8;  ///< closed loop: requests that are open at once
   bool open_loop = false;   ///< send at the planned arrival times, however many are open
   double temperature = 0;
+  bool ignore_eos = true;
   double progress_interval_s = 0.2;
   /// Called on the calling thread; may be empty.
   std::function<void(const LoadProgress&)> progress;
@@ -48,7 +53,11 @@ struct LoadResult {
 
 /// Sends the plan to the target and waits for all of it. A request that the target refuses or fails is a record
 /// with an error, not an error of the run. Time that a request waits for its turn in a closed loop is not in
-/// its TTFT.
+/// its TTFT. A request with `after` is sent when that one has ended, well or not, and before those that wait for
+/// nothing.
 LoadResult run_load(Target& target, const std::vector<PlannedRequest>& plan, const LoadOptions& options);
+
+/// Puts a later run behind the earlier ones: its times follow theirs, and its requests have the next `round`.
+void append_round(LoadResult& all, LoadResult round);
 
 }  // namespace vivace::bench

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "src/bench/page.h"
 #include "src/bench/report.h"
 #include "src/bench/svg.h"
 
@@ -13,66 +14,11 @@ namespace vivace::bench {
 
 namespace {
 
-constexpr std::string_view kStyle = R"css(
-:root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#16202c;--soft:#556371;--rule:#dde3e9;--grid:#e8ecf0;
---a:#1f5fd0;--b:#b85600;--c:#0b7a6b;--bad:#b3261e;--code:#eef1f5}
-@media (prefers-color-scheme:dark){:root{--page:#0f141a;--card:#171e26;--ink:#e6ebf0;--soft:#9aa8b5;--rule:#2b3641;
---grid:#25303a;--a:#7aa7ff;--b:#ffab5e;--c:#4fd1bd;--bad:#ff8a80;--code:#202933}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
-"Helvetica Neue",Arial,sans-serif;-webkit-text-size-adjust:100%}
-main{max-width:1080px;margin:0 auto;padding:40px 24px 64px}
-h1{font-size:28px;line-height:1.25;margin:0 0 6px;font-weight:650;letter-spacing:-.01em}
-h2{font-size:19px;margin:44px 0 4px;font-weight:650}
-h3{font-size:15px;margin:0 0 8px;font-weight:600}
-p{margin:4px 0 14px;max-width:78ch;color:var(--soft)}
-p.lead{color:var(--ink);margin-bottom:10px;max-width:none}
-code{font:13.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
-pre{background:var(--code);border-radius:8px;padding:12px 14px;margin:0 0 20px;overflow-x:auto;white-space:pre-wrap;
-overflow-wrap:anywhere}
-pre span{display:inline-block}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(155px,1fr));gap:12px;margin:20px 0 8px}
-.card,.panel{background:var(--card);border:1px solid var(--rule);border-radius:10px}
-.card{padding:14px 16px}
-.card b{display:block;font-size:27px;line-height:1.15;font-weight:650;font-variant-numeric:tabular-nums}
-.card b small{font-size:14px;font-weight:500;color:var(--soft);margin-left:4px}
-.card span{font-size:13.5px;color:var(--soft)}
-.card.bad b{color:var(--bad)}
-.panel{padding:16px 16px 8px;margin:10px 0}
-.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:12px}
-.three{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(320px,100%),1fr));gap:12px}
-.two .panel,.three .panel{margin:0}
-.legend{font-size:13.5px;color:var(--soft);margin:0 0 4px}
-.legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin:0 6px 0 14px;vertical-align:-1px}
-.legend i:first-child{margin-left:0}
-i.a{background:var(--a)}i.b{background:var(--b)}i.c{background:var(--c)}
-svg{display:block;width:100%;height:auto}
-svg text{font-family:inherit;fill:var(--soft);font-size:12px}
-svg .label{fill:var(--ink);font-size:12.5px}
-svg .marklabel{fill:var(--ink);font-size:12px;font-weight:600;paint-order:stroke;stroke:var(--card);stroke-width:4px}
-.markback{fill:var(--card)}
-.grid{stroke:var(--grid);fill:none}.axis{stroke:var(--soft);fill:none}
-.mark{stroke:var(--ink);stroke-width:1.2;stroke-dasharray:4 3;fill:none}
-.a{--series:var(--a)}.b{--series:var(--b)}.c{--series:var(--c)}
-.fill{fill:var(--series);fill-opacity:.75}.area{fill:var(--series);fill-opacity:.2}
-.line{stroke:var(--series);stroke-width:2;fill:none;stroke-linejoin:round}.line.thin{stroke-width:1.3;opacity:.75}
-.dot{fill:var(--series);fill-opacity:.8;stroke:var(--card);stroke-width:.8}
-.scroll{overflow-x:auto}.scroll svg{min-width:620px}
-table{border-collapse:collapse;width:100%;font-size:14.5px;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:7px 14px 7px 0;border-bottom:1px solid var(--rule);vertical-align:top}
-th{font-weight:600;font-size:13px;color:var(--soft)}
-tr:last-child td{border-bottom:0}
-.num{text-align:right}
-td.why{color:var(--soft)}
-ul.why{margin:0;padding:0;list-style:none}
-footer{margin-top:40px;font-size:13.5px;color:var(--soft)}
-@media print{body{background:#fff}.panel,.card{break-inside:avoid}}
-)css";
-
-std::string card(const std::string& value, const std::string& unit, const std::string& what,
-                 bool bad = false) {
-  return fmt::format("<div class=\"card{}\"><b>{}<small>{}</small></b><span>{}</span></div>\n",
-                     bad ? " bad" : "", escape_html(value), escape_html(unit), escape_html(what));
+/// A list that may break after its commas.
+std::string spaced(std::string text) {
+  for (size_t at = text.find(','); at != std::string::npos; at = text.find(',', at + 1))
+    text.insert(at + 1, " ");
+  return text;
 }
 
 std::string headline(const Report& r) {
@@ -80,31 +26,28 @@ std::string headline(const Report& r) {
   return "<div class=\"cards\">\n" + card(pretty(m.tpot_ms.median), "ms", "TPOT, median") +
          card(pretty(m.ttft_ms.median), "ms", "TTFT, median") + card(pretty(m.itl_ms.p99), "ms", "ITL, P99") +
          card(pretty(m.throughput_tok_s), "tok/s", "throughput") +
-         card(pretty(static_cast<double>(r.peak_memory_bytes) / 0x1p20), "MiB", "peak memory") +
+         (r.slo.given() ? card(pretty(m.goodput_s), "/s", "goodput within " + spaced(r.slo.text())) : "") +
+         (r.url.empty()
+              ? card(pretty(static_cast<double>(r.peak_memory_bytes) / 0x1p20), "MiB", "peak memory")
+              : "") +
          card(fmt::format("{}", m.failures), fmt::format("of {}", m.requests), "requests failed",
               m.failures > 0) +
          "</div>\n";
-}
-
-/// Lines break between words only: a browser would break after the hyphens of a flag.
-std::string command_html(const std::string& command) {
-  std::string out = "<span>";
-  for (const char c : escape_html(command))
-    out += c == ' ' ? std::string("</span> <span>") : std::string(1, c);
-  return out + "</span>";
 }
 
 std::string percentile_table(const Metrics& m) {
   std::string out =
       "<div class=\"panel scroll\"><table><tr><th>quantity</th><th class=\"num\">median</th><th "
       "class=\"num\">P90</th>"
-      "<th class=\"num\">P99</th><th class=\"num\">mean</th><th class=\"num\">values</th></tr>\n";
+      "<th class=\"num\">P99</th><th class=\"num\">P99.9</th><th class=\"num\">largest</th>"
+      "<th class=\"num\">mean</th><th class=\"num\">values</th></tr>\n";
   const auto row = [&](const char* name, const Distribution& d) {
-    out += fmt::format(
-        "<tr><td>{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td><td class=\"num\">{}</td>"
-        "<td class=\"num\">{}</td><td class=\"num\">{}</td></tr>\n",
-        name, pretty(d.median), pretty(d.p90), pretty(d.p99), pretty(d.mean),
-        pretty(static_cast<double>(d.values.size())));
+    out += fmt::format("<tr><td>{}</td>", name);
+    for (const double value :
+         {d.median, d.p90, d.p99, d.p999, d.max, d.mean, static_cast<double>(d.values.size())}) {
+      out += fmt::format("<td class=\"num\">{}</td>", pretty(value));
+    }
+    out += "</tr>\n";
   };
   row("TTFT, time to first token (ms)", m.ttft_ms);
   row("TPOT, time per output token (ms)", m.tpot_ms);
@@ -166,6 +109,35 @@ std::string histogram(const Distribution& d, const std::string& title, const std
   return out + "</div>\n";
 }
 
+/// A line per run of intervals that have a value: no line where there is nothing.
+void broken_line(Plot& plot, const std::vector<TimelineBin>& bins, double TimelineBin::*field,
+                 std::string_view series) {
+  std::vector<std::pair<double, double>> points;
+  for (const TimelineBin& bin : bins) {
+    if (std::isfinite(bin.*field)) {
+      points.push_back({bin.start_s + bin.width_s / 2, bin.*field});
+    } else if (!points.empty()) {
+      plot.line(std::exchange(points, {}), series);
+    }
+  }
+  if (!points.empty()) plot.line(points, series);
+}
+
+std::string token_time(const Metrics& m, double end) {
+  double slowest = 0;
+  for (const TimelineBin& bin : m.timeline) {
+    if (std::isfinite(bin.itl_p90_ms)) slowest = std::max(slowest, bin.itl_p90_ms);
+  }
+  Plot plot(1030, 200, {"time since the first request (s)", 0, end},
+            {"time per output token (ms)", 0, axis_end(slowest)});
+  broken_line(plot, m.timeline, &TimelineBin::itl_p90_ms, "b");
+  broken_line(plot, m.timeline, &TimelineBin::itl_median_ms, "a");
+  return "<div class=\"panel scroll\"><p class=\"legend\"><i class=\"a\"></i>median of the gaps between "
+         "tokens"
+         "<i class=\"b\"></i>P90</p>" +
+         plot.svg("Time per output token over time, median and P90") + "</div>\n";
+}
+
 std::string timeline(const Metrics& m) {
   if (m.timeline.empty()) return {};
   std::vector<std::pair<double, double>> open, generating, speed;
@@ -193,7 +165,7 @@ std::string timeline(const Metrics& m) {
          requests.svg("Requests that are open and that are generating, over time") +
          "</div>\n<div class=\"panel scroll\">" +
          "<p class=\"legend\"><i class=\"c\"></i>generated tokens per second, all requests</p>" +
-         tokens.svg("Generated tokens per second over time") + "</div>\n";
+         tokens.svg("Generated tokens per second over time") + "</div>\n" + token_time(m, end);
 }
 
 std::string by_batch(const Metrics& m) {
@@ -248,7 +220,8 @@ std::string row_table(const std::vector<RowUse>& rows) {
     for (const Refusal& r : use.refused) {
       why += fmt::format("<li><code>{}</code> {}</li>", escape_html(r.row), escape_html(r.reason));
     }
-    why = why.empty() ? "first in the table" : "<ul class=\"why\">" + why + "</ul>";
+    if (why.empty()) why = use.explained ? "first in the table" : "–";
+    why = use.refused.empty() ? why : "<ul class=\"why\">" + why + "</ul>";
     out += fmt::format(
         "<tr><td><code>{}</code></td><td><code>{}</code></td><td class=\"num\">{}</td><td "
         "class=\"why\">{}</td></tr>\n",
@@ -257,17 +230,23 @@ std::string row_table(const std::vector<RowUse>& rows) {
   return out + "</table></div>\n";
 }
 
-std::string failures(const LoadResult& load) {
-  std::string out;
+std::string failures(const LoadResult& load, const Metrics& m) {
+  constexpr size_t kMost = 200;
+  std::string out, kinds;
+  size_t rows = 0;
   for (size_t i = 0; i < load.requests.size(); ++i) {
     const RequestRecord& r = load.requests[i];
-    if (r.error.empty()) continue;
-    out += fmt::format("<tr><td class=\"num\">{}</td><td class=\"num\">{}</td><td>{}</td></tr>\n", i,
-                       r.prompt_tokens, escape_html(r.error));
+    if (r.error.empty() || ++rows > kMost) continue;
+    out += fmt::format("<tr><td class=\"num\">{}</td><td class=\"num\">{}</td><td>{}</td><td>{}</td></tr>\n",
+                       i, r.prompt_tokens, escape_html(r.error_kind), escape_html(r.error));
   }
   if (out.empty()) return out;
-  return "<h2>Failed requests</h2>\n<div class=\"panel scroll\"><table><tr><th class=\"num\">request</th>"
-         "<th class=\"num\">prompt</th><th>error</th></tr>\n" +
+  for (const auto& [kind, count] : m.failures_by_kind)
+    kinds += fmt::format("{}{}: {}", kinds.empty() ? "" : ", ", kind, count);
+  if (rows > kMost) kinds += fmt::format("; the first {} are listed", kMost);
+  return "<h2>Failed requests</h2>\n<p>" + escape_html(kinds) +
+         "</p>\n<div class=\"panel scroll\"><table><tr><th class=\"num\">request</th>"
+         "<th class=\"num\">prompt</th><th>kind</th><th>error</th></tr>\n" +
          out + "</table></div>\n";
 }
 
@@ -278,8 +257,9 @@ std::string run_table(const Report& r) {
     out += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", escape_html(name), escape_html(value));
   };
   row("model", r.model + (r.model_summary.empty() ? "" : " (" + r.model_summary + ")"));
-  row("machine", r.machine);
-  row("threads", fmt::format("{}", r.threads));
+  if (!r.url.empty()) row("server", r.url);
+  row(r.url.empty() ? "machine" : "the client's machine", r.machine);
+  if (r.url.empty()) row("threads", fmt::format("{}", r.threads));
   row("workload",
       fmt::format("{}, {} request{}, seed {}", r.workload, m.requests, m.requests == 1 ? "" : "s", r.seed));
   row("load", r.concurrency > 0
@@ -291,15 +271,22 @@ std::string run_table(const Report& r) {
                   pretty(static_cast<double>(m.cached_tokens))));
   row("duration",
       fmt::format("{} s, {} requests open on average", pretty(m.duration_s), pretty(m.mean_concurrency)));
-  row("start", fmt::format("{} s until the engine was ready", pretty(r.load_s)));
-  row("memory", fmt::format("{} MiB at most, of which the model file maps {}",
-                            pretty(static_cast<double>(r.peak_memory_bytes) / 0x1p20),
-                            pretty(static_cast<double>(r.mapped_bytes) / 0x1p20)));
-  row("engine", fmt::format("{} steps, {} preemptions, {} KV pages", r.engine.steps, r.engine.preemptions,
-                            r.engine.pages_total));
-  if (std::isfinite(r.touched_experts())) {
-    row("experts", fmt::format("{} of {}, touched in a layer by a step of decodes alone, mean",
-                               pretty(r.touched_experts()), r.experts));
+  if (r.slo.given()) {
+    row("goodput", fmt::format("{} of {} requests within {}, {} per second", m.good, m.requests, r.slo.text(),
+                               pretty(m.goodput_s)));
+  }
+  for (const std::string& note : notes_of(m)) row("note", note);
+  if (r.url.empty()) {
+    row("start", fmt::format("{} s until the engine was ready", pretty(r.load_s)));
+    row("memory", fmt::format("{} MiB at most, of which the model file maps {}",
+                              pretty(static_cast<double>(r.peak_memory_bytes) / 0x1p20),
+                              pretty(static_cast<double>(r.mapped_bytes) / 0x1p20)));
+    row("engine", fmt::format("{} steps, {} preemptions, {} KV pages", r.engine.steps, r.engine.preemptions,
+                              r.engine.pages_total));
+    if (std::isfinite(r.touched_experts())) {
+      row("experts", fmt::format("{} of {}, touched in a layer by a step of decodes alone, mean",
+                                 pretty(r.touched_experts()), r.experts));
+    }
   }
   for (const auto& [name, value] : r.settings) row(name, value);
   return out + "</table></div>\n";
@@ -311,16 +298,14 @@ std::string to_html(const Report& r) {
   const Metrics& m = r.metrics;
   const size_t slash = r.model.find_last_of('/');
   const std::string name = slash == std::string::npos ? r.model : r.model.substr(slash + 1);
-  std::string out =
-      "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n"
-      "<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>" +
-      escape_html(name) + ", " + escape_html(r.workload) + " workload</title>\n<style>";
-  out += kStyle;
-  out += "</style></head>\n<body><main>\n";
+  std::string out = page_begin(name + ", " + r.workload + " workload");
   out += fmt::format("<h1>{}, {} workload</h1>\n", escape_html(name), escape_html(r.workload));
-  out += fmt::format("<p class=\"lead\">{} request{} on {}, {} thread{}. Vivace {}, {}.</p>\n", m.requests,
-                     m.requests == 1 ? "" : "s", escape_html(r.machine), r.threads, r.threads == 1 ? "" : "s",
-                     escape_html(r.version), escape_html(r.when));
+  const std::string where = r.url.empty() ? r.machine : r.url + ", the client on " + r.machine;
+  const std::string threads =
+      r.url.empty() ? fmt::format(", {} thread{}", r.threads, r.threads == 1 ? "" : "s") : "";
+  out += fmt::format("<p class=\"lead\">{} request{} on {}{}. Vivace {}, {}.</p>\n", m.requests,
+                     m.requests == 1 ? "" : "s", escape_html(where), threads, escape_html(r.version),
+                     escape_html(r.when));
   out += "<pre><code>" + command_html(r.command) + "</code></pre>\n";
   out += headline(r);
   out +=
@@ -333,21 +318,32 @@ std::string to_html(const Report& r) {
   out += "<div class=\"three\">\n" + histogram(m.ttft_ms, "Time to first token", "TTFT", "requests") +
          histogram(m.tpot_ms, "Time per output token", "TPOT", "requests") +
          histogram(m.itl_ms, "Time between tokens", "ITL", "gaps") + "</div>\n";
+  out +=
+      "<h2>Tails</h2>\n<p>One value in N is above the line.</p>\n<div class=\"two\">\n"
+      "<div class=\"panel\"><h3>Time between tokens, per output token</h3>" +
+      tail({{&m.itl_ms, "b"}, {&m.tpot_ms, "a"}},
+           "<i class=\"b\"></i>ITL, one in N gaps<i class=\"a\"></i>TPOT, one in N requests",
+           "How large the largest gaps between tokens and times per output token are") +
+      "</div>\n<div class=\"panel\"><h3>Time to first token</h3>" +
+      tail({{&m.ttft_ms, "c"}}, "<i class=\"c\"></i>TTFT, one in N requests",
+           "How large the largest times to the first token are") +
+      "</div>\n</div>\n";
   out += "<h2>Over time</h2>\n" + timeline(m);
   out += "<h2>What latency depends on</h2>\n<div class=\"two\">\n<div class=\"panel\"><h3>Batch size</h3>" +
          by_batch(m) + "</div>\n<div class=\"panel\"><h3>Prompt length</h3>" + by_prompt(r.load) +
          "</div>\n</div>\n";
-  out +=
-      "<h2>Which implementation ran each operator</h2>\n<p>Each operator has an ordered table of "
-      "implementations; "
-      "the first whose needs the call meets runs.</p>\n" +
-      row_table(r.rows);
-  out += failures(r.load);
+  if (!r.rows.empty()) {
+    out +=
+        "<h2>Which implementation ran each operator</h2>\n<p>Each operator has an ordered table of "
+        "implementations; "
+        "the first whose needs the call meets runs.</p>\n" +
+        row_table(r.rows);
+  }
+  out += failures(r.load, m);
   out += "<h2>The run</h2>\n" + run_table(r);
-  out +=
-      "<footer>Percentiles interpolate linearly between values. Failed requests count as failures and are in "
-      "no "
-      "latency.</footer>\n</main></body></html>\n";
+  out += page_end(
+      "Percentiles interpolate linearly between values. Failed requests count as failures and are in no "
+      "latency.");
   return out;
 }
 

@@ -10,12 +10,20 @@
 
 namespace vivace::bench {
 
-/// One request as the load generator sends it: greedy unless `temperature` is positive, end tokens ignored.
+/// What a request asks. One of the three is filled: token ids, raw text, or the messages of a chat.
+struct Prompt {
+  std::vector<int32_t> ids;
+  std::string text;
+  std::string messages;  ///< a JSON array of {"role": ..., "content": ...}
+};
+
+/// One request as the load generator sends it: greedy unless `temperature` is positive.
 struct LoadRequest {
-  std::vector<int32_t> prompt_ids;
-  int64_t output_tokens = 0;
+  Prompt prompt;
+  int64_t output_tokens = 0;  ///< at most; exactly this many with `ignore_eos`
   double temperature = 0;
   uint64_t seed = 0;
+  bool ignore_eos = true;
 };
 
 /// A chunk of one stream, or its end.
@@ -23,9 +31,11 @@ struct LoadEvent {
   bool chunk = false;  ///< counts for TTFT and ITL; a last event may have none
   std::string text;
   bool last = false;
-  std::string error;              ///< with `last`: why the request failed, or empty
-  int64_t completion_tokens = 0;  ///< with `last`
-  int64_t cached_tokens = 0;      ///< with `last`: prompt tokens that were not computed again
+  std::string error;               ///< with `last`: why the request failed, or empty
+  std::string error_kind;          ///< with `error`: what failures are counted by, such as "HTTP 429"
+  int64_t prompt_tokens = -1;      ///< with `last`; -1: the target did not say
+  int64_t completion_tokens = -1;  ///< with `last`; -1: the target did not say
+  int64_t cached_tokens = 0;       ///< with `last`: prompt tokens that were not computed again
   std::chrono::steady_clock::time_point time;
 };
 

@@ -77,6 +77,7 @@ class EngineImpl final : public Engine {
   Result<RequestId> accept(Request request, Sink sink);
   void cancel(RequestId request) override;
   void drain() override;
+  void clear_prefix_cache() override;
   EngineStats stats() const override;
   const EngineOptions& options() const override { return options_; }
   int64_t max_model_len() const override { return max_model_len_; }
@@ -149,6 +150,7 @@ class EngineImpl final : public Engine {
   std::map<RequestId, LivePtr> live_;
   std::vector<LivePtr> submitted_;
   bool cancels_ = false;  ///< some live request is cancelled and has not been ended
+  bool clears_ = false;   ///< the prefix cache is to be cleared
   bool stopping_ = false;
   RequestId next_id_ = 1;
   EngineStats stats_;
@@ -237,6 +239,14 @@ void EngineImpl::drain() {
   if (on_engine_thread()) return;  // a sink that waited for the engine would wait for itself
   std::unique_lock lock(mutex_);
   drained_.wait(lock, [&] { return live_.empty(); });
+}
+
+void EngineImpl::clear_prefix_cache() {
+  {
+    const std::lock_guard lock(mutex_);
+    clears_ = true;
+  }
+  wake_.notify_one();
 }
 
 EngineStats EngineImpl::stats() const {
@@ -343,14 +353,19 @@ void EngineImpl::fail(const Status& status) {
 
 /// Sleeps while there is nothing to do; false when the engine stops.
 bool EngineImpl::take_mail() {
-  bool sweep = false, stop = false;
+  bool sweep = false, stop = false, clear = false;
   {
     std::unique_lock lock(mutex_);
-    if (idle()) wake_.wait(lock, [&] { return stopping_ || cancels_ || !submitted_.empty(); });
+    if (idle()) wake_.wait(lock, [&] { return stopping_ || cancels_ || clears_ || !submitted_.empty(); });
     waiting_.insert(waiting_.end(), submitted_.begin(), submitted_.end());
     submitted_.clear();
     stop = stopping_;
     sweep = std::exchange(cancels_, false) || stop;
+    clear = std::exchange(clears_, false);
+  }
+  if (clear) {
+    kv_.clear_cache();
+    publish_counts();
   }
   // max_tokens 0 asks for no token: such a request ends where it would have started.
   const auto ends = [&](const LivePtr& live) { return stop || live->cancelled || live->max_tokens == 0; };

@@ -145,6 +145,16 @@ void KvPages::release(PageChain& chain) {
   chain = {};
 }
 
+void KvPages::clear_cache() {
+  for (int32_t page = 0; page < pages(); ++page) {
+    if (pages_[page].entry == 0) continue;
+    forget(page);
+    if (pages_[page].holders > 0) continue;
+    unlink(page);
+    free_.push_back(page);
+  }
+}
+
 void KvPages::forget(int32_t page) {
   by_hash_.erase(pages_[page].hash);
   pages_[page].entry = 0;

@@ -66,6 +66,8 @@ class KvPages {
   void publish(PageChain& chain, std::string_view salt, std::span<const int32_t> tokens);
   /// Lets go of all pages; the chain is empty afterwards.
   void release(PageChain& chain);
+  /// Forgets every cached prefix; pages that only the cache held are free afterwards. Allocates nothing.
+  void clear_cache();
 
   /// Checks the account against those who should hold pages: free + held + idle = total, each page is held as
   /// often as `chains` name it, cache and pages agree. internal: the first disagreement.

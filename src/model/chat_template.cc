@@ -77,7 +77,7 @@ Result<std::string> ChatTemplate::render(const nlohmann::ordered_json& variables
   return std::move(marked.text);
 }
 
-Result<std::vector<int32_t>> encode_chat(const ChatTemplate& chat_template, const Tokenizer& tokenizer,
+Result<ChatTemplate::Marked> render_chat(const ChatTemplate& chat_template,
                                          const nlohmann::ordered_json& messages, bool add_generation_prompt,
                                          const TokenizerSource& source,
                                          const nlohmann::ordered_json& extra_variables) {
@@ -96,7 +96,15 @@ Result<std::vector<int32_t>> encode_chat(const ChatTemplate& chat_template, cons
   variables["add_generation_prompt"] = add_generation_prompt;
   // The model's own tokens: a template may print them, and then they are control tokens.
   const nlohmann::ordered_json trusted = {{"bos_token", source.bos_token}, {"eos_token", source.eos_token}};
-  VIVACE_TRY_ASSIGN(const ChatTemplate::Marked marked, chat_template.render_marked(variables, trusted));
+  return chat_template.render_marked(variables, trusted);
+}
+
+Result<std::vector<int32_t>> encode_chat(const ChatTemplate& chat_template, const Tokenizer& tokenizer,
+                                         const nlohmann::ordered_json& messages, bool add_generation_prompt,
+                                         const TokenizerSource& source,
+                                         const nlohmann::ordered_json& extra_variables) {
+  VIVACE_TRY_ASSIGN(const ChatTemplate::Marked marked,
+                    render_chat(chat_template, messages, add_generation_prompt, source, extra_variables));
   return tokenizer.encode_marked(marked.text, marked.from_template);
 }
 

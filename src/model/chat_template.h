@@ -40,6 +40,12 @@ class ChatTemplate {
   std::unique_ptr<Impl> impl_;
 };
 
+/// The first half of encode_chat(): the text, and which of it the template wrote.
+Result<ChatTemplate::Marked> render_chat(const ChatTemplate& chat_template,
+                                         const nlohmann::ordered_json& messages, bool add_generation_prompt,
+                                         const TokenizerSource& source,
+                                         const nlohmann::ordered_json& extra_variables);
+
 /// Renders `messages` (an array of {role, content, ...}) and tokenises the result so that only the template's
 /// own text can become control tokens: message text that spells one stays text (an injection-safe prompt). The text is
 /// tokenised in one go, so that for harmless messages the ids are those of the plain rendering; a control token is

@@ -148,6 +148,10 @@ struct Tokenizer::Impl {
       if (definition.kinds[id] == TokenKind::normal)
         ids.emplace(definition.bytes[id], static_cast<int32_t>(id));
     }
+    for (const std::string& bytes : definition.bytes) longest = std::max(longest, std::ssize(bytes));
+    for (const auto& added : definition.added) longest = std::max(longest, std::ssize(added.content));
+    drops_bytes = definition.unknown_id < 0 &&
+                  std::ranges::any_of(definition.byte_ids, [](int32_t id) { return id < 0; });
   }
 
   TokenizerDefinition definition;
@@ -155,6 +159,8 @@ struct Tokenizer::Impl {
   AddedTokens raw_added;         // looked for in the text as given
   AddedTokens normalized_added;  // looked for after normalisation
   std::unordered_map<std::string_view, int32_t> ids;
+  int64_t longest = 1;       // bytes of a token
+  bool drops_bytes = false;  // text may have no token at all
 };
 
 Tokenizer::Tokenizer() = default;
@@ -227,6 +233,25 @@ Result<std::vector<int32_t>> Tokenizer::encode_with(std::string_view text, Speci
   };
   VIVACE_TRY(impl_->raw_added.split(text, special, marks, on_raw, on_token));
   return ids;
+}
+
+int64_t Tokenizer::least_tokens(std::string_view text) const {
+  const TokenizerDefinition& definition = impl_->definition;
+  int64_t bytes = std::ssize(text);
+  if (impl_->drops_bytes && definition.nfc) return 0;
+  if (impl_->drops_bytes) {
+    bytes = std::ranges::count_if(
+        text, [&](char c) { return definition.byte_ids[static_cast<unsigned char>(c)] >= 0; });
+  } else if (definition.nfc) {
+    // Composing makes one byte of four beyond ASCII at worst (U+1FBE U+0308 U+0301, 7 bytes, is U+0390, 2 bytes).
+    const int64_t other = std::ranges::count_if(text, [](char c) { return (c & 0x80) != 0; });
+    bytes -= other - other / 4;
+  }
+  return (bytes + impl_->longest - 1) / impl_->longest;
+}
+
+int64_t Tokenizer::longest_token() const {
+  return impl_->longest;
 }
 
 std::string_view Tokenizer::bytes_of(int32_t id, bool skip_special) const {

@@ -39,6 +39,10 @@ class Tokenizer {
   /// As encode(), but a control token is taken only where every byte of its text has a non-zero `marks` byte; `marks`
   /// is as long as `text`, which must be valid UTF-8 (else invalid_argument).
   Result<std::vector<int32_t>> encode_marked(std::string_view text, std::string_view marks) const;
+  /// No fewer tokens than these are in `text`, from its length alone: O(n), without the cost of encode(). 0 where
+  /// nothing can be said.
+  int64_t least_tokens(std::string_view text) const;
+  int64_t longest_token() const;  ///< bytes
   /// The bytes of one token (not necessarily valid UTF-8 by itself); empty for ids outside the vocabulary
   /// and, with `skip_special`, for control tokens.
   std::string_view bytes_of(int32_t id, bool skip_special = false) const;

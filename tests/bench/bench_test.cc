@@ -113,13 +113,13 @@ TEST(Workload, MixedHasItsMediansAndStaysInTheContext) {
   ASSERT_TRUE(plan.ok()) << plan.status().message();
   std::vector<double> in, out;
   for (const PlannedRequest& r : *plan) {
-    in.push_back(static_cast<double>(r.prompt_ids.size()));
+    in.push_back(static_cast<double>(r.prompt.ids.size()));
     out.push_back(static_cast<double>(r.output_tokens));
     EXPECT_LE(in.back() + out.back(), 512);
     EXPECT_TRUE(!r.cut || in.back() + out.back() == 512) << in.back() << " + " << out.back();
     EXPECT_GE(in.back(), 1);
     EXPECT_GE(out.back(), 1);
-    for (const int32_t id : r.prompt_ids) EXPECT_TRUE(id >= 0 && id < 1000);
+    for (const int32_t id : r.prompt.ids) EXPECT_TRUE(id >= 0 && id < 1000);
   }
   // The standard error of a log-normal's median is about 1.25 sigma / sqrt(n) of it; five of those are allowed.
   EXPECT_NEAR(distribution_of(in).median, 96, 5 * 96 * 1.25 * 1.2 / std::sqrt(4001));
@@ -137,9 +137,9 @@ TEST(Workload, RepeatsWithItsSeedAndOnlyThen) {
   const auto c = plan_workload(other);
   bool differs = false;
   for (size_t i = 0; i < 20; ++i) {
-    EXPECT_EQ((*a)[i].prompt_ids, (*b)[i].prompt_ids);
+    EXPECT_EQ((*a)[i].prompt.ids, (*b)[i].prompt.ids);
     EXPECT_EQ((*a)[i].seed, (*b)[i].seed);
-    differs = differs || (*a)[i].prompt_ids != (*c)[i].prompt_ids;
+    differs = differs || (*a)[i].prompt.ids != (*c)[i].prompt.ids;
   }
   EXPECT_TRUE(differs);
 }
@@ -153,9 +153,9 @@ TEST(Workload, UniformAndArrivals) {
   ASSERT_TRUE(plan.ok());
   EXPECT_EQ(plan->front().arrival_s, 0);
   for (const PlannedRequest& r : *plan) {
-    EXPECT_EQ(r.prompt_ids.size(), 128u);
+    EXPECT_EQ(r.prompt.ids.size(), 128u);
     EXPECT_EQ(r.output_tokens, 64);
-    EXPECT_EQ(r.prompt_ids[1], r.prompt_ids[0] % 3 + 1) << "a slice of the text, cyclic";
+    EXPECT_EQ(r.prompt.ids[1], r.prompt.ids[0] % 3 + 1) << "a slice of the text, cyclic";
   }
   // 1,999 exponential gaps: the mean's standard error is mean / sqrt(n).
   EXPECT_NEAR(plan->back().arrival_s / 1999, 0.25, 5 * 0.25 / std::sqrt(1999));
@@ -193,7 +193,7 @@ TEST(Load, OpenLoopWaitsForArrivals) {
   LoadOptions options;
   options.open_loop = true;
   std::vector<PlannedRequest> plan(3);
-  for (size_t i = 0; i < 3; ++i) plan[i] = {{1}, 2, 0.05 * static_cast<double>(i), 0};
+  for (size_t i = 0; i < 3; ++i) plan[i] = {{{1}}, 2, 0.05 * static_cast<double>(i), 0};
   const LoadResult result = run_load(target, plan, options);
   for (size_t i = 0; i < 3; ++i) EXPECT_GE(result.requests[i].start_s, plan[i].arrival_s);
   EXPECT_GE(result.duration_s, 0.1);
@@ -201,7 +201,8 @@ TEST(Load, OpenLoopWaitsForArrivals) {
 
 TEST(Load, RecordsRefusedAndFailedRequests) {
   FakeTarget target;
-  std::vector<PlannedRequest> plan = {{{FakeTarget::kRefusedId}, 4}, {{1}, 4}, {{FakeTarget::kFailingId}, 4}};
+  std::vector<PlannedRequest> plan = {
+      {{{FakeTarget::kRefusedId}}, 4}, {{{1}}, 4}, {{{FakeTarget::kFailingId}}, 4}};
   LoadOptions options;
   int64_t last_failed = -1;
   options.progress = [&](const LoadProgress& p) { last_failed = p.failed; };
@@ -223,7 +224,7 @@ TEST(Load, WatchesWholeRequests) {
     begun += begin ? 1 : 0;
     text += piece;
   };
-  std::vector<PlannedRequest> plan(4, PlannedRequest{{1}, 5});
+  std::vector<PlannedRequest> plan(4, PlannedRequest{{{1}}, 5});
   run_load(target, plan, options);
   EXPECT_EQ(begun, 4);
   EXPECT_EQ(text.size(), 4u * 5u * 5u);

@@ -20,7 +20,7 @@ class FakeTarget : public Target {
   }
 
   Status start(const LoadRequest& request, Sink sink) override {
-    const int32_t first = request.prompt_ids.front();
+    const int32_t first = request.prompt.ids.front();
     if (first == kRefusedId) return Status(Code::resource_exhausted, "the queue is full");
     {
       const std::lock_guard lock(mutex_);

@@ -6,7 +6,7 @@ import unittest
 
 from vivace import Case, HY3, QWEN, main, vivace
 
-COMMANDS = ["generate", "score", "tokenize", "quantize", "bench", "bench serve", "bench step", "bench ops", "ops",
+COMMANDS = ["generate", "score", "tokenize", "quantize", "serve", "bench", "bench serve", "bench step", "bench ops", "ops",
             "ops explain", "ops schedule", "doctor"]
 GENERATE = ["generate", "--model", HY3, "--prompt-ids", "1,2,3"]
 
@@ -14,7 +14,7 @@ GENERATE = ["generate", "--model", HY3, "--prompt-ids", "1,2,3"]
 class Help(Case):
     def test_help_teaches(self):
         top = self.ok("--help").text
-        for command in ["generate", "score", "tokenize", "quantize", "bench", "ops", "doctor"]:
+        for command in ["generate", "score", "tokenize", "quantize", "serve", "bench", "ops", "doctor"]:
             self.assertIn(command, top)
         for command in COMMANDS:
             text = self.ok(*command.split(), "--help").text
@@ -27,7 +27,7 @@ class Help(Case):
         self.assertRegex(self.ok("--version").text, r"^vivace \d+\.\d+\.\d+\n$")
 
     def test_every_model_command_takes_the_common_options(self):
-        for command in ["generate", "score", "bench serve", "ops explain"]:
+        for command in ["generate", "score", "serve", "bench serve", "ops explain"]:
             text = self.ok(*command.split(), "--help").text
             for flag in ["--device", "--dtype", "--kv-dtype", "--threads", "--deterministic", "--router-mode", "--prefer",
                          "--max-model-len", "--exact", "--max-batch", "--kv-memory", "--page-tokens", "--token-budget"]:
@@ -48,7 +48,7 @@ class UsageErrors(Case):
         self.fails(2, "'fast' follows no option that takes it", "generate", "fast")
 
     def test_help_of_a_command_that_is_not_there(self):
-        self.fails(2, "there is no command 'serve'", "serve", "--help")
+        self.fails(2, "there is no command 'server'", "server", "--help")
         self.fails(2, "there is no command 'dance'", "bench", "dance", "--help")
         self.fails(2, "there is no command 'extra'", "--version", "extra")
 
@@ -167,13 +167,23 @@ class UsageErrors(Case):
 
     def test_bench_and_score_values(self):
         bench = ["bench", "serve", "--model", HY3]
-        self.fails(2, "needs uniform or mixed", *bench, "--workload", "bursty")
+        self.fails(2, "needs uniform, mixed or multi-turn", *bench, "--workload", "bursty")
         self.fails(2, "needs an integer from 1", *bench, "--requests", "0")
         self.fails(2, "--rate is '0'", *bench, "--rate", "0")
         self.fails(2, "--concurrency", *bench, "--rate", "1", "--concurrency", "2")
         score = ["score", "--model", HY3, "--text-file", HY3 / "config.json"]
         self.fails(2, "--window", *score)
         self.fails(2, "needs an integer of at least 2", *score, "--window", "1")
+
+    def test_serve_values(self):
+        serve = ["serve", "--model", HY3]
+        self.fails(2, "--port is '65536', needs an integer from 0 to 65535", *serve, "--port", "65536")
+        self.fails(2, "--max-body is '65M', needs 1024..67108864 bytes", *serve, "--max-body", "65M")
+        self.fails(2, "--write-timeout is '0'", *serve, "--write-timeout", "0")
+        self.fails(2, "--log is 'some', needs all, errors or off", *serve, "--log", "some")
+        self.fails(1, "--api-key-file '/nowhere': cannot be read", *serve, "--api-key-file", "/nowhere")
+        self.fails(1, "--chat-template '/nowhere': cannot be read", *serve, "--chat-template", "/nowhere")
+        self.fails(1, "host is 'nobody', needs an IP address", *serve, "--host", "nobody")
 
 
 class Failures(Case):

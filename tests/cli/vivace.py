@@ -57,4 +57,4 @@ class Case(unittest.TestCase):
 
 
 def main():
-    unittest.main(argv=sys.argv[:1], verbosity=2)
+    unittest.main(verbosity=2)
