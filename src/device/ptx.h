@@ -92,9 +92,10 @@ __device__ __forceinline__ void wait_for(Barrier* barrier, uint32_t parity) {
 }
 /// The same two where the bytes are stores of another CTA of the cluster.
 __device__ __forceinline__ void arrive_and_expect_of_cluster(Barrier* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.release.cluster.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 __device__ __forceinline__ void wait_for_cluster_writes(Barrier* barrier, uint32_t parity) {
   uint32_t done = 0;
@@ -237,7 +238,10 @@ __device__ __forceinline__ void store_async(float2* to, const float (&v)[2], Bar
 /// way round.
 __device__ __forceinline__ int add_acquire_release(int* counter, int value) {
   int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(value)
+               : "memory");
   return before;
 }
 

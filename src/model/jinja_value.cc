@@ -8,6 +8,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "src/core/json_string.h"
 #include "src/model/utf8.h"
 
 namespace vivace::model::jinja {
@@ -112,42 +113,6 @@ std::string text_repr(std::string_view text) {
   return out + quote;
 }
 
-void json_string(std::string_view text, std::string& out) {
-  out += '"';
-  for (char c : text) {
-    switch (c) {
-      case '"':
-        out += "\\\"";
-        break;
-      case '\\':
-        out += "\\\\";
-        break;
-      case '\n':
-        out += "\\n";
-        break;
-      case '\r':
-        out += "\\r";
-        break;
-      case '\t':
-        out += "\\t";
-        break;
-      case '\b':
-        out += "\\b";
-        break;
-      case '\f':
-        out += "\\f";
-        break;
-      default:
-        if (static_cast<unsigned char>(c) < 0x20) {
-          out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-        } else {
-          out += c;
-        }
-    }
-  }
-  out += '"';
-}
-
 std::string json_float(double value) {
   if (std::isnan(value)) return "NaN";
   if (std::isinf(value)) return value < 0 ? "-Infinity" : "Infinity";
@@ -174,7 +139,7 @@ void write_json(const Value& value, int indent, int level, std::string& out) {
       out += json_float(value.d);
       break;
     case Value::text:
-      json_string(value.as_text().bytes, out);
+      append_json_string(out, value.as_text().bytes);
       break;
     case Value::list: {
       out += '[';
@@ -197,11 +162,11 @@ void write_json(const Value& value, int indent, int level, std::string& out) {
         line(level + 1);
         // JSON has only string keys; Python spells the others as it would their values.
         if (key.kind == Value::text) {
-          json_string(key.as_text().bytes, out);
+          append_json_string(out, key.as_text().bytes);
         } else {
           std::string spelled;
           write_json(key, -1, 0, spelled);
-          json_string(spelled, out);
+          append_json_string(out, spelled);
         }
         out += ": ";
         write_json(item, indent, level + 1, out);

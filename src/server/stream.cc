@@ -40,35 +40,6 @@ Choice::Token token_of(const TokenEvent& event) {
 
 }  // namespace
 
-void append_json_string(std::string& out, std::string_view text) {
-  out += '"';
-  for (const char c : text) {
-    switch (c) {
-      case '"':
-        out += "\\\"";
-        break;
-      case '\\':
-        out += "\\\\";
-        break;
-      case '\n':
-        out += "\\n";
-        break;
-      case '\r':
-        out += "\\r";
-        break;
-      case '\t':
-        out += "\\t";
-        break;
-      default:
-        if (static_cast<unsigned char>(c) < 0x20)
-          fmt::format_to(std::back_inserter(out), "\\u{:04x}", static_cast<unsigned char>(c));
-        else
-          out += c;
-    }
-  }
-  out += '"';
-}
-
 AnswerWriter::AnswerWriter(Options options) : options_(std::move(options)) {
   progress_.resize(static_cast<size_t>(options_.choices));
   if (options_.kind == ApiKind::generate) return;

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "src/core/json_string.h"
 #include "src/server/api.h"
 #include "vivace/engine.h"
 
@@ -75,8 +76,5 @@ class AnswerWriter {
   std::string head_;  ///< of each event: {"id": ..., "choices":[
   std::vector<Progress> progress_;
 };
-
-/// Appends `text`, valid UTF-8, as a JSON string with its quotes.
-void append_json_string(std::string& out, std::string_view text);
 
 }  // namespace vivace::server
