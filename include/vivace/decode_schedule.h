@@ -13,7 +13,7 @@ namespace vivace {
 struct DecodeScheduleParams {
   int64_t heads_kv = 1;
   int64_t tile_tokens = 64;  ///< keys per tile; tile i of a request holds keys [i, i + 1) * tile_tokens
-  int64_t workers = 1;       ///< who share the work: threads, or resident CTAs
+  int64_t workers = 1;       ///< who share the work: threads, resident CTAs or their warps
   int64_t min_tiles = 1;     ///< below this many tiles a worker, fewer workers get any
   int64_t request_cost = 0;  ///< what starting a (request, head) costs, in tiles
   int64_t window = 0;        ///< as in AttentionArgs; one schedule per distinct window
@@ -35,12 +35,15 @@ struct DecodeScheduleArgs {
 /// Rule     The (request, KV head) units lie end to end, requests outer, heads inner. A unit of t tiles weighs
 ///          request_cost + max(t, 1), its cost first; a request without query rows weighs nothing. With W the
 ///          sum and n = clamp(W / min_tiles, 1, workers), worker i < n starts at i * (W / n) + min(i, W % n) and
-///          ends where the next one starts; workers n and above get nothing. A start inside the cost moves
-///          to tile 0; with piece_tiles it moves up to the next multiple, or to the next unit. Every start
-///          follows from a prefix sum over the requests alone: no worker waits for another.
+///          ends where the next one starts; workers n and above get nothing. A start inside the cost moves to
+///          tile 0; with piece_tiles it moves up to the next multiple, or to the next unit. Every start follows
+///          from a prefix sum over the requests alone: no worker waits for another.
+/// Alike    Where all u units weigh the same, t = max(tiles, 1) of each, u <= n, and piece_tiles is 0: let 2^k be the
+///          largest power of two that is at most min(n / u, t). If 8 u 2^k >= 7 min(n, u t), then n becomes u 2^k,
+///          each unit has 2^k workers for itself, and the i-th of them starts at its tile floor(tiles i / 2^k).
 /// Map      int32, four parts in this order:
 ///            header  16   requests, heads_kv, tile_tokens, workers, n, piece_tiles, request_cost, window,
-///                         min_tiles, 0 ...
+///                         min_tiles, then for units that are alike what one weighs and k, 0 ...
 ///            starts  4 (workers + 1)   request, head, tile (counted from the request's first tile), 0;
 ///                                      where a list ends, and from n on: (requests, 0, 0, 0)
 ///            arrivals  workers, up to a multiple of 8   0: counters that some rows of attention_decode use
@@ -54,9 +57,9 @@ struct DecodeScheduleArgs {
 ///          piece_tiles one piece per group. A piece that is its whole unit writes the output directly,
 ///          others a partial: slot 2 i + 1 when it begins with its unit, else 2 i; with piece_tiles the slot
 ///          is groups before + head * groups + group. Partials of a unit are merged in order of their tiles.
-/// Balance  no worker has more than ceil(W / n) weight, plus at most request_cost (a start inside a cost hands
+/// Balance  no worker has more than ceil(W / n) weight, with the n of the map, plus at most request_cost (a start inside a cost hands
 ///          all of it to the worker of tile 0) and, with piece_tiles, piece_tiles - 1.
-/// Cost     O(requests + workers log requests).
+/// Cost     O(requests + workers log requests); on a GPU each of workers / 512 + 1 blocks reads all requests.
 /// Runs     on `stream`; allocates nothing.
 /// Fails    invalid_argument: a shape, type or parameter disagrees, or the weights or slots exceed int32;
 ///          on the CPU also when a length or a row range is negative. unsupported: no row fits.

@@ -26,7 +26,7 @@ void expect_sound(const DecodeScheduleProblem& p) {
   const int64_t requests = p.args.kv_lengths.shape[0];
   std::map<std::pair<int64_t, int64_t>, std::vector<SchedulePiece>> units;
   std::set<int64_t> slots;
-  int64_t total = 0, heaviest = 0, longest = 0;
+  int64_t total = 0, tiles = 0, heaviest = 0, longest = 0;
   std::tuple<int64_t, int64_t, int64_t> last{-1, 0, 0};
   for (int64_t worker = 0; worker < params.workers; ++worker) {
     int64_t weight = 0;
@@ -38,6 +38,7 @@ void expect_sound(const DecodeScheduleProblem& p) {
       auto& unit = units[{piece.request, piece.head_kv}];
       if (unit.empty()) weight += params.request_cost;
       weight += std::max<int64_t>(1, piece.tiles);
+      tiles += std::max<int64_t>(1, piece.tiles);
       unit.push_back(piece);
       if (piece.slot >= 0) {
         EXPECT_TRUE(slots.insert(piece.slot).second) << "slot " << piece.slot << " twice";
@@ -84,8 +85,9 @@ void expect_sound(const DecodeScheduleProblem& p) {
     const int64_t slack = params.piece_tiles > 0 ? params.piece_tiles - 1 : 0;
     // A cut inside a unit's cost hands the whole cost to the worker that has its first tile.
     EXPECT_LE(heaviest, div_up(total, view.active_workers()) + slack + params.request_cost);
-    EXPECT_GE(view.active_workers(),
-              std::min(params.workers, std::max<int64_t>(1, total / params.min_tiles)));
+    const int64_t n = std::min(params.workers, std::max<int64_t>(1, total / params.min_tiles));
+    const bool even = view.header(schedule_map::kUnitWeight) > 0;
+    EXPECT_GE(8 * view.active_workers(), even ? 7 * std::min(n, tiles) : 8 * n);
   }
   // The merge sees exactly the slots that were written, unit by unit and in order.
   std::set<int64_t> merged;
@@ -161,16 +163,18 @@ DecodeScheduleCase draw_serving(std::mt19937& rng) {
   constexpr int64_t kMostSms = 132;
   DecodeScheduleCase c{"", {}, {}};
   const int64_t heads_kv = below(rng, 2) == 0 ? 1 : 1 + below(rng, 8), sms = 1 + below(rng, kMostSms);
-  c.params = below(rng, 2) == 0 ? mma_decode_schedule(heads_kv, sms)
-                                : sm90_decode_schedule(heads_kv, 1 + below(rng, 64), 64 << below(rng, 4), sms,
-                                                       std::max<int64_t>(1, sms / 8 - 1));
+  c.params = below(rng, 2) == 0
+                 ? mma_decode_schedule(heads_kv, sms)
+                 : sm90_decode_schedule(heads_kv, 1 + below(rng, 64), 64 << below(rng, 4), sms);
   c.params.window = below(rng, 4) == 0 ? log_uniform(rng, 8192) : 0;
   c.params.piece_tiles = below(rng, 3) == 0 ? log_uniform(rng, 64) : 0;
   const int64_t requests = log_uniform(rng, 256), rows = 1 + often_0(rng, 8);
   const double longest = below(rng, 2) == 0 ? 4096 : 100000;
+  const auto alike = static_cast<int32_t>(below(rng, 3) == 0 ? log_uniform(rng, longest) : 0);
   for (int64_t b = 0; b < requests; ++b) {
     const bool padding = below(rng, 16) == 0;
-    c.lengths.push_back(padding ? 0 : static_cast<int32_t>(log_uniform(rng, longest)));
+    const auto length = alike > 0 ? alike : static_cast<int32_t>(log_uniform(rng, longest));
+    c.lengths.push_back(padding ? 0 : length);
     c.rows.push_back(static_cast<int32_t>(padding ? 0 : rows));
   }
   return c;
@@ -179,7 +183,7 @@ DecodeScheduleCase draw_serving(std::mt19937& rng) {
 /// All of a kind into one buffer: what an earlier call left there must not show.
 TEST(DecodeSchedule, RandomBatchesIntoOneBuffer) {
   constexpr Traffic kTraffic[] = {{"awkward", 20, 40, 6000, 500, draw_awkward},
-                                  {"serving", 256, 4 * 132, 2000, 200, draw_serving}};
+                                  {"serving", 256, 8 * 132, 2000, 200, draw_serving}};
   for (const Traffic& traffic : kTraffic) {
     SCOPED_TRACE(traffic.name);
     for (const Stream& stream : test_streams()) {
@@ -206,6 +210,39 @@ TEST(DecodeSchedule, RandomBatchesIntoOneBuffer) {
   }
 }
 
+/// Units of one length have workers of their own, where these divide among them.
+TEST(DecodeSchedule, UnitsThatAreAlikeShareNoWorker) {
+  struct Case {
+    int64_t requests, heads_kv, tiles, workers, active,
+        each;  ///< each: workers of a unit, 0 where units share them
+  };
+  constexpr Case kCases[] = {
+      {64, 1, 16, 528, 512, 8}, {64, 8, 64, 528, 512, 1},
+      {64, 1, 4, 528, 256, 4},  // no more than there are tiles
+      {64, 1, 3, 528, 192, 0},  // a tile a worker; two for three tiles would idle a third
+      {60, 1, 16, 500, 480, 8}, {60, 1, 16, 320, 320, 0},  // four each would leave a quarter idle
+      {65, 8, 16, 528, 520, 1}, {67, 8, 16, 528, 528, 0},  // fewer workers than units
+  };
+  for (const Case& c : kCases) {
+    SCOPED_TRACE(testing::Message() << c.requests << " x " << c.heads_kv << ", " << c.tiles << " tiles");
+    DecodeScheduleCase batch{"", {}, {}};
+    batch.params = {.heads_kv = c.heads_kv, .tile_tokens = 16, .workers = c.workers};
+    batch.lengths.assign(static_cast<size_t>(c.requests), static_cast<int32_t>(16 * c.tiles));
+    batch.rows.assign(static_cast<size_t>(c.requests), 1);
+    DecodeScheduleProblem p(batch);
+    ASSERT_OK(decode_schedule(p.args, Stream{}));
+    expect_sound(p);
+    const ScheduleView view(p.schedule.as<const int32_t>());
+    EXPECT_EQ(view.active_workers(), c.active);
+    EXPECT_EQ(view.header(schedule_map::kUnitWeight), c.each > 0 ? c.tiles : 0);
+    for (int64_t worker = 0; c.each > 0 && worker < c.active; ++worker) {
+      const ScheduleView::Start& start = view.start(worker);
+      EXPECT_EQ(start.request * c.heads_kv + start.head_kv, worker / c.each);
+      EXPECT_EQ(start.tile, worker % c.each * c.tiles / c.each);
+    }
+  }
+}
+
 /// A map that differs anywhere from the one that its lengths give is found.
 TEST(DecodeSchedule, CheckFindsEveryChange) {
   std::mt19937 rng(3);
@@ -220,7 +257,7 @@ TEST(DecodeSchedule, CheckFindsEveryChange) {
     ASSERT_OK(check());
     const int64_t ints = p.args.schedule.shape[0];
     for (int64_t i = 0; i < ints; ++i) {
-      const bool free_header = i > schedule_map::kMinTiles && i < schedule_map::kHeaderInts;
+      const bool free_header = i > schedule_map::kPerUnitLog2 && i < schedule_map::kHeaderInts;
       const bool tiles_of_sums = i == ints - 4 || i == ints - 3;
       if (free_header || tiles_of_sums) continue;
       p.schedule.as<int32_t>()[i] += 1;

@@ -49,6 +49,9 @@ inline std::span<const DecodeScheduleCase> decode_schedule_cases(CaseSize size) 
         {"pieces and cost",
          {10000, 4096, 1, 1},
          {.heads_kv = 1, .workers = 9, .request_cost = 3, .piece_tiles = 16}},
+        {"several blocks, records of their own", lengths_of(1, 900, 2999, 64), {.workers = 4096}},
+        {"alike, over several chunks", lengths_of(600, 1000, 0, 0), {.workers = 1300}},
+        {"alike but for the last", lengths_of(600, 1000, 1, 1001 + 63), {.workers = 1300}},
         {"a million tokens, page 16", {1 << 20, 16, 1}, {.heads_kv = 8, .tile_tokens = 16, .workers = 528}},
     };
     cases.insert(cases.end(), serving.begin(), serving.end());

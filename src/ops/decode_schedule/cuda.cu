@@ -1,10 +1,10 @@
 // Two numbers for B requests and N workers
-//   bytes  8 B read, 16 B + 20 N written
+//   bytes  8 B read by each of N / 512 + 1 blocks, 16 B + 20 N written
 //   steps  B / threads + log2(threads) for the sums, log2 B for a cut: all of it is latency, about two microseconds
 //
-// One block. It adds up the weights of the requests, chunk by chunk; then a thread per worker finds its start in the sums by
-// bisection, in shared memory while they fit: steps of it in the L2 cost a third of a microsecond each. Nobody waits for
-// anybody but at the block's barriers.
+// Each block adds up the weights of all requests for itself, chunk by chunk; then a thread per worker finds its start in the
+// sums by bisection, in shared memory while they fit: steps of it in the L2 cost a third of a microsecond each. Nobody waits
+// for anybody but at a block's barriers.
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
@@ -39,19 +39,19 @@ __device__ int32_t saturated(int64_t v) {
   return static_cast<int32_t>(v < kMax ? v : kMax);
 }
 
-/// The sum over the threads before this one; `all` becomes the sum over all.
-__device__ Sums sum_before(const Sums& mine, Sums& all) {
+/// The sum over the threads before this one; `all` becomes the sum over all, `weighing` the threads of any weight.
+__device__ Sums sum_before(const Sums& mine, bool with_slots, Sums& all, int& weighing) {
   __shared__ Sums warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Sums sum = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const Sums below{__shfl_up_sync(kAllLanes, sum.weight, step),
-                     __shfl_up_sync(kAllLanes, sum.slots, step)};
-    if (lane >= step) sum = sum + below;
+    const int64_t weight = __shfl_up_sync(kAllLanes, sum.weight, step);
+    const int64_t slots = with_slots ? __shfl_up_sync(kAllLanes, sum.slots, step) : 0;
+    if (lane >= step) sum = sum + Sums{weight, slots};
   }
   if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
+  weighing = __syncthreads_count(mine.weight > 0);
   all = Sums{0, 0};
   Sums before{sum.weight - mine.weight, sum.slots - mine.slots};
   for (int w = 0; w < kWarps; ++w) {
@@ -65,15 +65,18 @@ __device__ Sums sum_before(const Sums& mine, Sums& all) {
 __global__ __launch_bounds__(kThreads) void decode_schedule_kernel(const __grid_constant__ Params p) {
   using namespace schedule_map;
   extern __shared__ __align__(16) ScheduleView::Record copies[];  // of all records, or none
-  __shared__ int32_t header[kHeaderInts];
   const DecodeScheduleParams& s = p.schedule;
-  const bool copied = p.requests <= kCopied;
+  const bool copied = p.requests <= kCopied, first_block = blockIdx.x == 0, writes = first_block || !copied;
   auto* starts = reinterpret_cast<ScheduleView::Start*>(p.map + kHeaderInts);
   auto* records = reinterpret_cast<ScheduleView::Record*>(p.map + records_at(s.workers));
   wait_for_previous_kernel();  // it may also be a reader of the map that is about to be replaced
-  for (int64_t i = threadIdx.x; i < decode_schedule_arrivals(s.workers); i += kThreads)
-    p.map[arrivals_at(s.workers) + i] = 0;
+  if (first_block) {
+    for (int64_t i = threadIdx.x; i < decode_schedule_arrivals(s.workers); i += kThreads)
+      p.map[arrivals_at(s.workers) + i] = 0;
+  }
   Sums total{0, 0};
+  RequestWeights weights;
+  int64_t heaviest = 0;  // of this thread's
   for (int64_t chunk = 0; chunk < p.requests; chunk += kThreads) {
     const int64_t b = chunk + threadIdx.x;
     TileRange range{0, 0};
@@ -83,40 +86,45 @@ __global__ __launch_bounds__(kThreads) void decode_schedule_kernel(const __grid_
       const int64_t n = int64_t{p.rows[(b + 1) * p.row_stride]} - p.rows[b * p.row_stride];
       if (n > 0) {
         range = tiles_of(keys > 0 ? keys : 0, n, s.tile_tokens, s.window);
-        mine.weight = s.request_cost + (range.tiles > 1 ? range.tiles : 1);
+        mine.weight = weight_of(s, range);
         const int64_t groups = groups_of(range, s.piece_tiles);
         if (groups > 1) mine.slots = groups * s.heads_kv;
       }
     }
-    const Sums before = total + sum_before(mine, all);
+    int weighing;
+    const Sums before = total + sum_before(mine, s.piece_tiles > 0, all, weighing);
     if (b < p.requests) {
       const ScheduleView::Record record = {static_cast<int32_t>(range.first_tile),
                                            static_cast<int32_t>(range.tiles), saturated(before.weight),
                                            saturated(before.slots)};
-      records[b] = record;
+      if (writes) records[b] = record;
       if (copied) copies[b] = record;
     }
     total = total + all;
+    weights.requests += weighing;
+    heaviest = std::max(heaviest, mine.weight);
   }
+  weights.sum = saturated(total.weight);
   if (threadIdx.x == 0) {
-    const int64_t fields[kHeaderInts] = {p.requests,
-                                         s.heads_kv,
-                                         s.tile_tokens,
-                                         s.workers,
-                                         active_workers_of(s, saturated(total.weight)),
-                                         s.piece_tiles,
-                                         s.request_cost,
-                                         s.window,
-                                         s.min_tiles};
-    for (int i = 0; i < kHeaderInts; ++i) p.map[i] = header[i] = static_cast<int32_t>(fields[i]);
     const ScheduleView::Record last = {0, 0, saturated(total.weight), saturated(total.slots)};
-    records[p.requests] = last;
+    if (writes) records[p.requests] = last;
     if (copied) copies[p.requests] = last;
   }
-  __syncthreads();
+  // Whoever has one above the mean knows that they differ.
+  weights.all_alike = __syncthreads_and(heaviest * weights.requests <= weights.sum);
   let_next_kernel_start();
-  for (int64_t i = threadIdx.x; i <= s.workers; i += kThreads) {
-    starts[i] = ScheduleView::cut(i, header, copied ? copies : records);
+  const BusyWorkers busy = busy_workers_of(s, weights);
+  const CutRule rule = cut_rule(s, busy, p.requests, weights.sum);
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i <= s.workers)
+    starts[i] = copied ? ScheduleView::cut(i, rule, copies) : ScheduleView::cut(i, rule, records);
+  if (i < kHeaderInts) {
+    const int64_t fields[kHeaderInts] = {p.requests,  s.heads_kv,       s.tile_tokens,     s.workers,
+                                         busy.count,  s.piece_tiles,    s.request_cost,    s.window,
+                                         s.min_tiles, busy.unit_weight, busy.per_unit_log2};
+#pragma unroll
+    for (int field = 0; field < kHeaderInts; ++field)
+      if (i == field) p.map[field] = static_cast<int32_t>(fields[field]);
   }
 }
 
@@ -131,7 +139,8 @@ Status decode_schedule_cuda(const DecodeScheduleArgs& args, const Stream& stream
                       .map = args.schedule.as<int32_t>(),
                       .schedule = args.params};
   const int64_t copies = params.requests <= kCopied ? params.requests + 1 : 0;
-  const LaunchShape shape{.grid = dim3(1),
+  const int64_t blocks = args.params.workers / kThreads + 1;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(blocks)),
                           .block = dim3(kThreads),
                           .smem_bytes = copies * int64_t{sizeof(ScheduleView::Record)},
                           .overlap_previous = true};

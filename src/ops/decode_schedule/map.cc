@@ -30,7 +30,8 @@ Result<ScheduleMap> write_records(const DecodeScheduleArgs& args) {
   const int32_t* lengths = args.kv_lengths.as<const int32_t>();
   const int32_t* rows = args.query_start.as<const int32_t>();
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
-  int64_t weight = 0, slots = 0;
+  RequestWeights weights;
+  int64_t slots = 0;
   for (int64_t b = 0; b < requests; ++b) {
     const int64_t n = int64_t{rows[b + 1]} - rows[b];
     if (lengths[b] < 0) {
@@ -42,18 +43,20 @@ Result<ScheduleMap> write_records(const DecodeScheduleArgs& args) {
     }
     const TileRange range = tiles_of(lengths[b], n, params.tile_tokens, params.window);
     result.records[b] = {static_cast<int32_t>(range.first_tile), static_cast<int32_t>(range.tiles),
-                         static_cast<int32_t>(weight), static_cast<int32_t>(slots)};
-    if (n > 0) weight += params.request_cost + std::max<int64_t>(1, range.tiles);
+                         static_cast<int32_t>(weights.sum), static_cast<int32_t>(slots)};
+    if (n > 0) weights.add(weight_of(params, range));
     if (n > 0 && view.groups(b) > 1) slots += view.groups(b) * params.heads_kv;
-    if (weight > kMax || slots > kMax) {
+    if (weights.sum > kMax || slots > kMax) {
       return invalid_argument(
           "decode_schedule: the tiles up to request {} exceed 2^31 - 1, needs larger tiles", b);
     }
   }
-  result.records[requests] = {0, 0, static_cast<int32_t>(weight), static_cast<int32_t>(slots)};
-  result.weight = weight * params.heads_kv;
-  result.active = active_workers_of(params, weight);
-  map[kActive] = static_cast<int32_t>(result.active);
+  result.records[requests] = {0, 0, static_cast<int32_t>(weights.sum), static_cast<int32_t>(slots)};
+  result.weight = weights.sum * params.heads_kv;
+  result.busy = busy_workers_of(params, weights);
+  map[kActive] = static_cast<int32_t>(result.busy.count);
+  map[kUnitWeight] = static_cast<int32_t>(result.busy.unit_weight);
+  map[kPerUnitLog2] = static_cast<int32_t>(result.busy.per_unit_log2);
   return result;
 }
 

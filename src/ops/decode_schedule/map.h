@@ -10,7 +10,7 @@ struct ScheduleMap {
   ScheduleView::Start* starts;    ///< workers + 1
   ScheduleView::Record* records;  ///< requests + 1
   int64_t weight;                 ///< of all units
-  int64_t active;                 ///< workers that get work
+  BusyWorkers busy;               ///< workers that get work
 };
 
 /// Writes header and records. Fails when a length or row range is negative, or a sum exceeds int32.

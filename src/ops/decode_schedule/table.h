@@ -16,7 +16,7 @@ inline constexpr Need kDecodeScheduleCudaNeeds[] = {{"compute_capability", Need:
 inline constexpr Row<DecodeScheduleArgs> kDecodeScheduleRows[] = {
 #if VIVACE_CUDA
     {"cuda.scan", Device::cuda, kDecodeScheduleCudaNeeds, decode_schedule_cuda,
-     "one block: prefix sum, then a bisection per worker"},
+     "every block: prefix sum; then a bisection per worker"},
 #endif
     {"cpu.scan", Device::cpu, {}, decode_schedule_cpu, "prefix sum, then a binary search per worker"},
     {"reference", Device::cpu, {}, decode_schedule_reference, "deals out tile by tile, as the rule is told"},

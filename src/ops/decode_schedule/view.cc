@@ -57,31 +57,36 @@ Status check_schedule(std::string_view op, const int32_t* map, const DecodeSched
   }
   for (int64_t i = 0; i < decode_schedule_arrivals(params.workers); ++i) {
     const int32_t arrivals = map[arrivals_at(params.workers) + i];
-    if (arrivals != 0) return invalid_argument("{}: schedule has {} arrivals at {}, needs 0", op, arrivals, i);
+    if (arrivals != 0)
+      return invalid_argument("{}: schedule has {} arrivals at {}, needs 0", op, arrivals, i);
   }
   const int32_t* lengths = kv_lengths.as<const int32_t>();
   const int32_t* rows = query_start.as<const int32_t>();
-  int64_t weight = 0, slots = 0;
+  RequestWeights weights;
+  int64_t slots = 0;
   for (int64_t b = 0; b < requests; ++b) {
     const int64_t n = rows[b + 1] - rows[b];
     const TileRange range = tiles_of(lengths[b], n, params.tile_tokens, params.window);
     const ScheduleView::Record& record = view.record(b);
     if (record.first_tile != range.first_tile || record.tiles != range.tiles ||
-        record.weight_before != weight || record.groups_before != slots) {
+        record.weight_before != weights.sum || record.groups_before != slots) {
       return invalid_argument(
           "{}: schedule was made for other lengths: request {} has kv_lengths = {} with {} query tokens", op,
           b, lengths[b], n);
     }
-    if (n > 0) weight += params.request_cost + std::max<int64_t>(1, range.tiles);
+    if (n > 0) weights.add(weight_of(params, range));
     if (n > 0 && view.groups(b) > 1) slots += view.groups(b) * params.heads_kv;
   }
-  if (view.record(requests).weight_before != weight || view.record(requests).groups_before != slots) {
+  if (view.record(requests).weight_before != weights.sum || view.record(requests).groups_before != slots) {
     return invalid_argument("{}: schedule was made for other lengths: its sums disagree", op);
   }
-  const int64_t active = active_workers_of(params, weight);
-  if (view.active_workers() != active) {
-    return invalid_argument("{}: schedule names {} busy workers, needs {}", op, view.active_workers(),
-                            active);
+  const BusyWorkers busy = busy_workers_of(params, weights);
+  if (view.active_workers() != busy.count || view.header(kUnitWeight) != busy.unit_weight ||
+      view.header(kPerUnitLog2) != busy.per_unit_log2) {
+    return invalid_argument(
+        "{}: schedule names {} busy workers, 2^{} for each unit of weight {}, needs {}, 2^{}, {}", op,
+        view.active_workers(), view.header(kPerUnitLog2), view.header(kUnitWeight), busy.count,
+        busy.per_unit_log2, busy.unit_weight);
   }
   for (int64_t i = 0; i <= params.workers; ++i) {
     if (view.start(i) == view.cut(i)) continue;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <string_view>
@@ -22,6 +23,14 @@ VIVACE_HOST_DEVICE constexpr int64_t quotient(int64_t a, int64_t b) {
 VIVACE_HOST_DEVICE constexpr int64_t div_up(int64_t a, int64_t b) {
   return quotient(a + b - 1, b);
 }
+/// Of a positive number, rounded down.
+VIVACE_HOST_DEVICE inline int64_t log2_of(int64_t v) {
+#ifdef __CUDA_ARCH__
+  return 63 - __clzll(v);
+#else
+  return std::bit_width(static_cast<uint64_t>(v)) - 1;
+#endif
+}
 }  // namespace internal
 
 namespace schedule_map {
@@ -35,7 +44,9 @@ enum Header {
   kPieceTiles,
   kRequestCost,
   kWindow,
-  kMinTiles
+  kMinTiles,
+  kUnitWeight,
+  kPerUnitLog2
 };
 /// Where the parts behind the starts begin.
 VIVACE_HOST_DEVICE constexpr int64_t arrivals_at(int64_t workers) {
@@ -81,6 +92,61 @@ VIVACE_HOST_DEVICE inline int64_t groups_of(const TileRange& range, int64_t piec
   return internal::div_up(range.first_tile + range.tiles, piece_tiles) - range.first_tile / piece_tiles;
 }
 
+/// What one head of a request with query rows weighs.
+VIVACE_HOST_DEVICE inline int64_t weight_of(const DecodeScheduleParams& params, const TileRange& range) {
+  return params.request_cost + std::max<int64_t>(1, range.tiles);
+}
+/// What all requests weigh, of one head.
+struct RequestWeights {
+  int64_t sum = 0, requests = 0;  ///< requests: those of any weight
+  bool all_alike = true;
+
+  void add(int64_t weight) {
+    all_alike = all_alike && weight * requests == sum;
+    sum += weight;
+    ++requests;
+  }
+};
+
+/// n of the rule. Where each unit has workers for itself, a power of two of them, also what each weighs; else 0.
+struct BusyWorkers {
+  int64_t count, unit_weight, per_unit_log2;
+};
+VIVACE_HOST_DEVICE inline BusyWorkers busy_workers_of(const DecodeScheduleParams& params,
+                                                      const RequestWeights& weights) {
+  if (weights.sum == 0) return {0, 0, 0};
+  const int64_t n = std::clamp<int64_t>(internal::quotient(weights.sum * params.heads_kv, params.min_tiles),
+                                        1, params.workers);
+  const int64_t units = weights.requests * params.heads_kv;
+  if (!weights.all_alike || units > n || params.piece_tiles > 0) return {n, 0, 0};
+  const int64_t each = internal::quotient(weights.sum, weights.requests), tiles = each - params.request_cost;
+  const int64_t log2 = internal::log2_of(std::min(internal::quotient(n, units), tiles));
+  const int64_t even = units << log2;
+  if (8 * even < 7 * std::min(n, units * tiles)) return {n, 0, 0};  // too many would idle
+  return {even, each, log2};
+}
+
+/// What a cut follows from, beside the records.
+struct CutRule {
+  int64_t requests, heads_kv, piece_tiles, request_cost;
+  int64_t active, unit_weight, per_unit_log2;
+  int64_t weight, share;  ///< of all units; of a worker, rounded down
+};
+
+VIVACE_HOST_DEVICE inline CutRule cut_rule(const DecodeScheduleParams& params, const BusyWorkers& busy,
+                                           int64_t requests, int64_t weight_of_one_head) {
+  const int64_t weight = weight_of_one_head * params.heads_kv;
+  return {.requests = requests,
+          .heads_kv = params.heads_kv,
+          .piece_tiles = params.piece_tiles,
+          .request_cost = params.request_cost,
+          .active = busy.count,
+          .unit_weight = busy.unit_weight,
+          .per_unit_log2 = busy.per_unit_log2,
+          .weight = weight,
+          .share = busy.count > 0 ? internal::quotient(weight, busy.count) : 0};
+}
+
 class ScheduleView {
  public:
   struct Start {
@@ -111,8 +177,7 @@ class ScheduleView {
 
   /// Where the rule puts start(worker), from the header and the records alone.
   VIVACE_HOST_DEVICE Start cut(int64_t worker) const;
-  /// The same from a copy of header and records.
-  VIVACE_HOST_DEVICE static Start cut(int64_t worker, const int32_t* header, const Record* records);
+  VIVACE_HOST_DEVICE static Start cut(int64_t worker, const CutRule& rule, const Record* records);
 
   /// Groups that a unit of this request is cut into with piece_tiles; at least 1.
   VIVACE_HOST_DEVICE int64_t groups(int64_t request) const;
@@ -188,28 +253,34 @@ VIVACE_HOST_DEVICE inline SchedulePiece ScheduleView::piece(int64_t worker, cons
 }
 
 VIVACE_HOST_DEVICE inline ScheduleView::Start ScheduleView::cut(int64_t worker) const {
-  return cut(worker, map_, records());
+  using namespace schedule_map;
+  const DecodeScheduleParams params = {
+      .heads_kv = heads_kv(), .request_cost = header(kRequestCost), .piece_tiles = piece_tiles()};
+  const BusyWorkers busy = {active_workers(), header(kUnitWeight), header(kPerUnitLog2)};
+  return cut(worker, cut_rule(params, busy, requests(), record(requests()).weight_before), records());
 }
 
-VIVACE_HOST_DEVICE inline ScheduleView::Start ScheduleView::cut(int64_t worker, const int32_t* header,
+VIVACE_HOST_DEVICE inline ScheduleView::Start ScheduleView::cut(int64_t worker, const CutRule& rule,
                                                                 const Record* records) {
   using internal::quotient;
-  const int64_t active = header[schedule_map::kActive], requests = header[schedule_map::kRequests];
-  const int64_t heads_kv = header[schedule_map::kHeadsKv], piece_tiles = header[schedule_map::kPieceTiles];
+  const auto& [requests, heads_kv, piece_tiles, request_cost, active, unit_weight, log2, weight, share] =
+      rule;
   if (worker >= active) return {static_cast<int32_t>(requests), 0, 0, 0};
-  const int64_t weight = records[requests].weight_before * heads_kv, share = quotient(weight, active);
-  const int64_t position = worker * share + std::min(worker, weight - share * active);
+  const int64_t position = unit_weight > 0 ? (worker >> log2) * unit_weight
+                                           : worker * share + std::min(worker, weight - share * active);
   // The last request that begins at or before `position`. One of no weight begins where the next one does,
   // so the last of them is the one that has weight.
+  const auto of_one_head = static_cast<int32_t>(heads_kv == 1 ? position : quotient(position, heads_kv));
   int32_t b = 0;
   for (auto end = static_cast<int32_t>(requests); b + 1 < end;) {
-    const int32_t middle = (b + end) / 2;
-    (records[middle].weight_before * heads_kv <= position ? b : end) = middle;
+    const int32_t middle = static_cast<int32_t>(static_cast<uint32_t>(b + end) / 2);
+    (records[middle].weight_before <= of_one_head ? b : end) = middle;
   }
   const int64_t inside = position - records[b].weight_before * heads_kv;
   const int64_t unit = records[b + 1].weight_before - records[b].weight_before;
   int64_t h = quotient(inside, unit);
-  int64_t tile = std::max<int64_t>(0, inside - h * unit - header[schedule_map::kRequestCost]);
+  int64_t tile = unit_weight > 0 ? records[b].tiles * (worker & ((int64_t{1} << log2) - 1)) >> log2
+                                 : std::max<int64_t>(0, inside - h * unit - request_cost);
   if (piece_tiles > 0 && tile > 0) {
     const int64_t first = records[b].first_tile;
     tile = internal::div_up(first + tile, piece_tiles) * piece_tiles - first;
@@ -254,14 +325,6 @@ VIVACE_HOST_DEVICE inline bool ScheduleView::split_at(int64_t task, ScheduleSpli
 }
 
 void check_schedule_params(Checker& check, const DecodeScheduleParams& params);
-
-/// n of the rule.
-VIVACE_HOST_DEVICE inline int64_t active_workers_of(const DecodeScheduleParams& params,
-                                                    int64_t weight_of_one_head) {
-  const int64_t weight = weight_of_one_head * params.heads_kv;
-  return weight == 0 ? 0
-                     : std::clamp<int64_t>(internal::quotient(weight, params.min_tiles), 1, params.workers);
-}
 
 /// Slots that the partials of a call need at most, over all maps for `requests` requests of `max_keys` keys.
 int64_t max_partial_slots(const DecodeScheduleParams& params, int64_t requests, int64_t max_keys);
