@@ -126,9 +126,15 @@ int64_t unit_rows_of(const OpsScheduleArgs& args) {
   return args.query_tokens * (args.heads_q / args.heads_kv);
 }
 
-/// CTAs of sm90 for the workers or SMs that were named.
+DecodeScheduleParams sm90_params_of(const OpsScheduleArgs& args) {
+  DecodeScheduleParams params = sm90_decode_schedule(
+      args.heads_kv, unit_rows_of(args), ScheduleSummary::kHeadDim * (args.fp8 ? 1 : 2), args.sms);
+  if (args.workers) params.workers = *args.workers;
+  return params;
+}
+
 int64_t sm90_ctas(const OpsScheduleArgs& args) {
-  return args.workers ? attention_sm90::ctas_of(*args.workers, unit_rows_of(args)) : args.sms;
+  return attention_sm90::ctas_of(sm90_params_of(args).workers, unit_rows_of(args));
 }
 
 bool fits_sm90(const OpsScheduleArgs& args) {
@@ -144,14 +150,11 @@ std::string_view row_of(const OpsScheduleArgs& args) {
 }
 
 DecodeScheduleParams params_of(const OpsScheduleArgs& args) {
-  DecodeScheduleParams params = mma_decode_schedule(args.heads_kv, args.sms);
-  if (row_of(args) == kSm90Row) {
-    // Of the 132 SMs of an H200, clusters of eight CTAs take 120: those of a cluster are neighbours.
-    const int64_t clusters = std::max<int64_t>(1, args.sms / attention_sm90::kMaxCluster - 1);
-    params = sm90_decode_schedule(args.heads_kv, unit_rows_of(args),
-                                  ScheduleSummary::kHeadDim * (args.fp8 ? 1 : 2), args.sms, clusters);
+  DecodeScheduleParams params = sm90_params_of(args);
+  if (row_of(args) != kSm90Row) {
+    params = mma_decode_schedule(args.heads_kv, args.sms);
+    if (args.workers) params.workers = *args.workers;
   }
-  if (args.workers) params.workers = *args.workers;
   params.window = args.window;
   params.piece_tiles = args.piece_tiles;
   return params;
@@ -169,7 +172,7 @@ Status check_schedule_size(const OpsScheduleArgs& args) {
   const DecodeScheduleParams params = params_of(args);
   int64_t weight = 0;
   for (const int64_t length : args.lengths) {
-    weight += params.request_cost + std::max<int64_t>(1, tiles_of_request(length, args, params).tiles);
+    weight += weight_of(params, tiles_of_request(length, args, params));
   }
   if (weight > kMostWeight) {
     return invalid_argument(

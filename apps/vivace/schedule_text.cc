@@ -50,8 +50,10 @@ std::string totals_text(const CutStep& step) {
            : fmt::format("attention_decode {}: a worker is a CTA", step.row));
   line("workers",
        fmt::format("{} of {} have work{}", s.used, p.workers,
-                   s.used == p.workers ? std::string()
-                                       : fmt::format(": as many as get a weight of {} each", p.min_tiles)));
+                   step.view().header(schedule_map::kUnitWeight) > 0
+                       ? fmt::format(": {} to a unit, which all weigh the same", s.used / s.units)
+                   : s.used == p.workers ? std::string()
+                                         : fmt::format(": as many as get a weight of {} each", p.min_tiles)));
   line("tiles", fmt::format("{} of {} keys, in {} (request and KV head)", s.tiles, p.tile_tokens,
                             count_text(s.units, "unit")));
   line("weight", fmt::format("{} in all: the tiles, at least 1 a unit, and {} for starting each unit",

@@ -38,6 +38,8 @@
 #include "src/ops/silu_mul/cases.h"
 #include "src/ops/silu_mul/table.h"
 #include "tests/gpu/late_copy.h"
+#include "tests/large.h"
+#include "tests/ops/attention_test.h"
 #include "tests/ops/op_test.h"
 
 namespace vivace::testing {
@@ -54,7 +56,8 @@ void* allocate_recorded(size_t bytes) {
 }
 
 void release_recorded(void* memory) {
-  if (recorded != nullptr) std::erase_if(*recorded, [&](const auto& piece) { return piece.data() == memory; });
+  if (recorded != nullptr)
+    std::erase_if(*recorded, [&](const auto& piece) { return piece.data() == memory; });
   GpuUnderTest::instance().memory.release(memory);
 }
 
@@ -84,7 +87,8 @@ struct Recorded {
     if (seed == 2) vary(*problem);
   }
   bool same_shape(const Recorded& other) const {
-    return std::ranges::equal(contents, other.contents, {}, &std::span<uint8_t>::size, &std::span<uint8_t>::size);
+    return std::ranges::equal(contents, other.contents, {}, &std::span<uint8_t>::size,
+                              &std::span<uint8_t>::size);
   }
   void take(const Recorded& other) {
     for (size_t i = 0; i < contents.size(); ++i) std::ranges::copy(other.contents[i], contents[i].begin());
@@ -235,22 +239,36 @@ TEST(SameBits, AttentionPrologue) {
 TEST(SameBits, DecodeSchedule) {
   expect_same_bits<DecodeScheduleProblem>(kDecodeSchedule, decode_schedule_cases(CaseSize::test));
 }
-TEST(SameBits, Embedding) { expect_same_bits<EmbeddingProblem>(kEmbedding, embedding_cases(CaseSize::test)); }
-TEST(SameBits, FusedMoe) { expect_same_bits<FusedMoeProblem>(kFusedMoe, fused_moe_cases(CaseSize::test)); }
+TEST(SameBits, Embedding) {
+  expect_same_bits<EmbeddingProblem>(kEmbedding, embedding_cases(CaseSize::test));
+}
+TEST(SameBits, FusedMoe) {
+  expect_same_bits<FusedMoeProblem>(kFusedMoe, fused_moe_cases(CaseSize::test));
+}
 TEST(SameBits, GroupedGemm) {
   expect_same_bits<GroupedGemmProblem>(kGroupedGemm, grouped_gemm_cases(CaseSize::test));
 }
-TEST(SameBits, Linear) { expect_same_bits<LinearProblem>(kLinear, linear_cases(CaseSize::test)); }
+TEST(SameBits, Linear) {
+  expect_same_bits<LinearProblem>(kLinear, linear_cases(CaseSize::test));
+}
 TEST(SameBits, QuantizeFp8) {
   expect_same_bits<QuantizeFp8Problem>(kQuantizeFp8, quantize_fp8_cases(CaseSize::test));
 }
-TEST(SameBits, RmsNorm) { expect_same_bits<RmsNormProblem>(kRmsNorm, rms_norm_cases(CaseSize::test)); }
-TEST(SameBits, RouteTopK) { expect_same_bits<RouteTopKProblem>(kRouteTopK, route_top_k_cases(CaseSize::test)); }
+TEST(SameBits, RmsNorm) {
+  expect_same_bits<RmsNormProblem>(kRmsNorm, rms_norm_cases(CaseSize::test));
+}
+TEST(SameBits, RouteTopK) {
+  expect_same_bits<RouteTopKProblem>(kRouteTopK, route_top_k_cases(CaseSize::test));
+}
 TEST(SameBits, RouterGemm) {
   expect_same_bits<RouterGemmProblem>(kRouterGemm, router_gemm_cases(CaseSize::test));
 }
-TEST(SameBits, Sampler) { expect_same_bits<SamplerProblem>(kSampler, sampler_cases(CaseSize::test)); }
-TEST(SameBits, SiluMul) { expect_same_bits<SiluMulProblem>(kSiluMul, silu_mul_cases(CaseSize::test)); }
+TEST(SameBits, Sampler) {
+  expect_same_bits<SamplerProblem>(kSampler, sampler_cases(CaseSize::test));
+}
+TEST(SameBits, SiluMul) {
+  expect_same_bits<SiluMulProblem>(kSiluMul, silu_mul_cases(CaseSize::test));
+}
 
 // A graph of a decode step holds the schedule and the attention; it is replayed as requests grow, end and begin.
 TEST(SameBits, AGraphOfScheduleAndDecodeFollowsTheLengths) {
@@ -282,8 +300,11 @@ TEST(SameBits, AGraphOfScheduleAndDecodeFollowsTheLengths) {
   const auto graph =
       device::Graph::capture(stream, [&](const Stream& s) { return step(*target.problem, scratch, s); });
   ASSERT_TRUE(graph.ok()) << graph.status().message();
-  for (const std::vector<int32_t>& lengths :
-       {std::vector<int32_t>{1000, 64, 300, 65}, {1, 64, 3, 65}, {0, 0, 0, 0}, {999, 1, 0, 64}, {1000, 64, 300, 65}}) {
+  for (const std::vector<int32_t>& lengths : {std::vector<int32_t>{1000, 64, 300, 65},
+                                              {1, 64, 3, 65},
+                                              {0, 0, 0, 0},
+                                              {999, 1, 0, 64},
+                                              {1000, 64, 300, 65}}) {
     std::ranges::copy(lengths, target.problem->kv_lengths.as<int32_t>());
     std::ranges::copy(lengths, want.problem->kv_lengths.as<int32_t>());
     for (Recorded<AttentionDecodeProblem>* p : {&target, &want}) {
@@ -294,6 +315,66 @@ TEST(SameBits, AGraphOfScheduleAndDecodeFollowsTheLengths) {
     ASSERT_OK(step(*want.problem, other_scratch, stream));
     ASSERT_OK(wait(stream));
     EXPECT_TRUE(target.equals(want)) << lengths[0] << " keys of the first request";
+  }
+}
+
+/// Batches that alternate between long and short, each with its schedule, in one workspace: what the one leaves there never
+/// reaches the other.
+TEST(SameBits, AttentionDecodeOfBatchesThatTakeTurns) {
+  const Stream stream = GpuUnderTest::instance().streams.front();
+  const int turns = large_tests() ? 100'000 : 1'000;
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
+    SCOPED_TRACE(name_of(kv));
+    const auto batch = [&](std::vector<AttentionRequest> requests) {
+      return AttentionDecodeCase{{.name = "",
+                                  .requests = std::move(requests),
+                                  .heads_q = 8,
+                                  .heads_kv = 1,
+                                  .head_dim = 128,
+                                  .page_tokens = 64,
+                                  .q = kv,
+                                  .kv = kv},
+                                 {.tile_tokens = 64, .workers = 1056}};
+    };
+    const AttentionDecodeCase cases[] = {batch({{9000, 1}, {64, 1}, {2000, 1}}),
+                                         batch(std::vector<AttentionRequest>(40, {70, 1}))};
+    Recorded<AttentionDecodeProblem> batches[] = {{cases[0], 1}, {cases[1], 2}};
+    int64_t bytes = 0;
+    for (Recorded<AttentionDecodeProblem>& b : batches) {
+      const Result<int64_t> needed = attention_decode_workspace_bytes(b.problem->args, stream);
+      ASSERT_OK(needed.status());
+      bytes = std::max(bytes, *needed);
+    }
+    const CaseMemoryScope scope(GpuUnderTest::instance().memory);
+    const Guarded workspace(DType::u8, {bytes});
+    std::vector<uint8_t> first[2];
+    const auto run = [&](AttentionDecodeProblem& p) -> Status {
+      p.args.workspace = workspace;
+      VIVACE_TRY(decode_schedule({.kv_lengths = p.kv_lengths,
+                                  .query_start = p.query_start,
+                                  .params = p.args.params,
+                                  .schedule = p.schedule},
+                                 stream));
+      VIVACE_TRY(attention_decode(p.args, stream));
+      return wait(stream);
+    };
+    for (int turn = 0; turn < turns; ++turn) {
+      AttentionDecodeProblem& p = *batches[turn % 2].problem;
+      std::memset(p.output.as<char>(), 0x55, static_cast<size_t>(p.output.bytes()));
+      ASSERT_OK(run(p));
+      const auto* bits = p.output.as<uint8_t>();
+      if (turn < 2) {
+        first[turn].assign(bits, bits + p.output.bytes());
+        AttentionDecodeProblem want(cases[turn], static_cast<uint32_t>(turn + 1));
+        ASSERT_OK(attention_decode_reference(want.args, Stream{}));
+        const Bound bound = attention_bounds(want.args.attention, Device::cuda).output;
+        EXPECT_TRUE(close(p.args.attention.output, want.args.attention.output, bound));
+        if (stream.compute_capability == 90)
+          EXPECT_EQ(attention_decode_explain(p.args, stream).row, "sm90.warps");
+      }
+      ASSERT_EQ(std::memcmp(bits, first[turn % 2].data(), first[turn % 2].size()), 0) << "turn " << turn;
+    }
+    EXPECT_TRUE(workspace.canaries_intact());
   }
 }
 

@@ -97,35 +97,23 @@ struct Blend {
   }
 };
 
-/// What the end of a row reads of its head: loaded early, it is not waited for.
-struct HeadEnd {
-  float sink, v_scale;
-
-  __device__ HeadEnd(const Params& p, int head)
-      : sink(p.sinks != nullptr ? p.sinks[head] : 0.f),
-        v_scale(p.v_scale != nullptr ? p.v_scale[head / p.group * p.v_scale_stride] : 1.f) {}
-};
-
 /// What a row's sums are multiplied by, and its lse.
 struct RowEnd {
   float scale, lse;
 
-  __device__ RowEnd(const Params& p, bool sees_keys, float maximum, float weight, int head)
-      : RowEnd(p, sees_keys, maximum, weight, HeadEnd(p, head)) {}
-
-  __device__ RowEnd(const Params& p, bool sees_keys, float maximum, float weight, const HeadEnd& head) {
+  __device__ RowEnd(const Params& p, bool sees_keys, float maximum, float weight, int head) {
     scale = 0.f;
     lse = kNoKeys;
     if (!sees_keys) return;
     scale = 1.f;
     if (p.sinks != nullptr) {
-      const float sink = __fmul_rn(head.sink, kLog2E), most = fmaxf(maximum, sink);
+      const float sink = __fmul_rn(p.sinks[head], kLog2E), most = fmaxf(maximum, sink);
       scale = exp2_of(__fsub_rn(maximum, most));
       weight = __fmaf_rn(weight, scale, exp2_of(__fsub_rn(sink, most)));
       maximum = most;
     }
     scale = __fdiv_rn(scale, weight);
-    if (p.v_scale != nullptr) scale *= head.v_scale;
+    if (p.v_scale != nullptr) scale *= p.v_scale[head / p.group * p.v_scale_stride];
     lse = __fmul_rn(__fadd_rn(maximum, log2f(weight)), kLn2);
   }
 };

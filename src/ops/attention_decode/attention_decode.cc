@@ -92,13 +92,11 @@ Result<DecodeScheduleParams> attention_decode_schedule_params(const AttentionDec
     VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
     params = mma_decode_schedule(params.heads_kv, info->sms);
     if (info->sm90()) {
-      VIVACE_TRY_ASSIGN(const int64_t clusters, sm90_resident_clusters(stream));
       AttentionDecodeArgs sm90 = args;
       sm90.params = sm90_decode_schedule(params.heads_kv, unit_rows(args),
-                                         a.k.shape[3] * info_of(a.k.dtype).block_bytes, info->sms, clusters);
+                                         a.k.shape[3] * info_of(a.k.dtype).block_bytes, info->sms);
       sm90.params.piece_tiles = args.params.piece_tiles;
-      if (clusters > 0 && attention_decode_explain(sm90, stream).row.starts_with("sm90."))
-        params = sm90.params;
+      if (attention_decode_explain(sm90, stream).row.starts_with("sm90.")) params = sm90.params;
     }
   }
 #endif

@@ -28,22 +28,19 @@ constexpr DecodeScheduleParams mma_decode_schedule(int64_t heads_kv, int64_t sms
           .request_cost = kStartTiles};
 }
 
-/// For sm90.* on a GPU with `sms` multiprocessors that holds `clusters` clusters of eight at once: `rows` query rows of a unit,
-/// keys of `row_bytes` each.
+/// For sm90.* on a GPU with `sms` multiprocessors: `rows` query rows of a unit, keys of `row_bytes` each.
 ///
-/// A worker is a warp or a few, so a CTA averages over its workers, and a start costs about as much as a box of keys: what the
-/// worker cannot overlap of looking up its next unit and writing the last one, while its neighbours stream.
+/// A worker is a warp or a few, and an SM has eight of them, so that one's start or end costs the SM little: starts are free. But
+/// what a worker leaves open costs a microsecond to merge, in which it could read 64 keys.
 constexpr DecodeScheduleParams sm90_decode_schedule(int64_t heads_kv, int64_t rows, int64_t row_bytes,
-                                                    int64_t sms, int64_t clusters) {
+                                                    int64_t sms) {
   using namespace attention_sm90;
-  const int cluster_log2 = cluster_log2_of(heads_kv);
-  const int64_t ctas =
-      cluster_log2 == kMaxClusterLog2 ? clusters << cluster_log2 : sms >> cluster_log2 << cluster_log2;
+  const int64_t ctas = std::max<int64_t>(1, sms / kClusterCtas) * kClusterCtas * kCtasPerSm;
   return {.heads_kv = heads_kv,
           .tile_tokens = sm90_box_keys(row_bytes),
-          .workers = std::max<int64_t>(1, ctas) * workers_per_cta(rows),
-          .min_tiles = 1,
-          .request_cost = 1};
+          .workers = ctas * workers_per_cta(rows),
+          .min_tiles = std::max<int64_t>(1, 64 / sm90_box_keys(row_bytes)),
+          .request_cost = 0};
 }
 
 }  // namespace vivace

@@ -7,11 +7,8 @@
 #include "src/ops/attention_decode/sm90.cuh"
 
 #include <bit>
-#include <map>
-#include <mutex>
 
 #include "src/core/workspace.h"
-#include "src/device/runtime.h"
 #include "src/device/tensor_map.h"
 #include "src/ops/attention_decode/table.h"
 
@@ -24,15 +21,13 @@ using namespace attention_sm90;
 /// What follows from shapes alone.
 struct Sizes {
   RowsPlan plan;
-  int cluster_log2;
   int64_t clusters;
   int64_t parked_bytes, partial_bytes, end_bytes;
 
-  explicit Sizes(const AttentionDecodeArgs& args)
-      : plan(rows_plan(unit_rows(args))), cluster_log2(cluster_log2_of(args.attention.k.shape[2])) {
+  explicit Sizes(const AttentionDecodeArgs& args) : plan(rows_plan(unit_rows(args))) {
     const int64_t rows = padded_rows(plan);
-    clusters = (ctas_of(args.params.workers, rows) + (1 << cluster_log2) - 1) >> cluster_log2;
-    const int64_t workers = (clusters << cluster_log2) * workers_per_cta(rows);
+    clusters = (ctas_of(args.params.workers, rows) + kClusterCtas - 1) / kClusterCtas;
+    const int64_t workers = clusters * kClusterCtas * workers_per_cta(rows);
     set_bytes(workers, clusters, rows, args.attention.q.shape[2]);
   }
   int64_t bytes() const { return parked_bytes + partial_bytes + end_bytes; }
@@ -41,8 +36,9 @@ struct Sizes {
   static int64_t most_bytes(const AttentionDecodeArgs& args) {
     Sizes most = Sizes();
     const int64_t rows = padded_rows(rows_plan(std::min<int64_t>(unit_rows(args), kMostRows)));
-    const int64_t workers = args.params.workers + kMaxCluster * kCtaWarps;  // a grid is whole clusters
-    most.set_bytes(workers, workers / 2, rows, std::min<int64_t>(args.attention.q.shape[2], 256));
+    const int64_t workers = args.params.workers + kClusterCtas * kCtaWarps;  // a grid is whole clusters
+    most.set_bytes(workers, workers / (kClusterCtas * workers_per_cta(rows)), rows,
+                   std::min<int64_t>(args.attention.q.shape[2], 256));
     return most.bytes();
   }
 
@@ -78,36 +74,7 @@ Status make_map(const Tensor& cache, int64_t copy_tokens, CUtensorMap& map) {
       map);
 }
 
-/// Never launched: asks how many clusters fit where a CTA takes a whole SM.
-__global__ void whole_sm_kernel() {}
-
 }  // namespace
-
-Result<int64_t> sm90_resident_clusters(const Stream& stream) {
-  static std::mutex mutex;
-  static std::map<int, int64_t> known;
-  std::lock_guard lock(mutex);
-  if (const auto it = known.find(stream.ordinal); it != known.end()) return it->second;
-  const device::DeviceGuard guard(stream.ordinal);
-  VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kMaxCluster, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kMaxCluster);
-  config.blockDim = dim3(256);
-  config.dynamicSmemBytes = static_cast<size_t>(info->smem_per_block);  // one CTA an SM
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  VIVACE_TRY(
-      internal::cuda_status(cudaFuncSetAttribute(whole_sm_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(info->smem_per_block)),
-                            "raising the shared memory limit"));
-  int clusters = 0;
-  VIVACE_TRY(internal::cuda_status(cudaOccupancyMaxActiveClusters(&clusters, whole_sm_kernel, &config),
-                                   "counting the clusters that fit"));
-  return known[stream.ordinal] = clusters;
-}
 
 int64_t attention_decode_sm90_workspace(const AttentionDecodeArgs& args) {
   return Sizes::most_bytes(args) + kWorkspaceSlack;
@@ -135,7 +102,6 @@ Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stre
   p.partial_ends = reinterpret_cast<float2*>(scratch + sizes.parked_bytes + sizes.partial_bytes);
   p.workers = static_cast<int>(args.params.workers);
   p.clusters = static_cast<int>(sizes.clusters);
-  p.cluster_log2 = sizes.cluster_log2;
   p.rows = static_cast<int>(unit_rows(args));
   p.max_query_tokens = static_cast<int>(args.max_query_tokens);
   p.group_inverse = (65535 + p.attention.group) / p.attention.group;

@@ -2,11 +2,11 @@
 
 // The kernel of the sm90.* rows: decode attention that keeps the memory of a Hopper GPU busy.
 //
-// A worker of the schedule is a warp, or a team of 2 or 4 that look at the same keys for other query rows. It streams its run of
-// keys through a ring of its own: boxes of K and of V, 8 KB each (4 KB of fp8 heads of 64), that the copy engine brings page by page. Nobody else touches
-// the ring, so nothing waits for anything but its own boxes until a worker is done. Then the pieces of requests that were
-// cut are put together in three rounds, each in the order of their keys: workers of a CTA, CTAs of a cluster, clusters of the
-// grid. What one worker finishes goes to the output at once.
+// A worker of the schedule is a warp, or a team of 2 or 4 that look at the same keys for other query rows. It streams its run
+// of keys through a ring of its own: boxes of K and of V, 8 KB each (4 KB of fp8 heads of 64), that the copy engine brings
+// page by page. Nobody else touches the ring, so nothing waits for anything but its own boxes until a worker is done. Then the
+// pieces of requests that were cut are put together in two rounds, each in the order of their keys: workers of a cluster of two
+// CTAs, clusters of the grid. What one worker finishes goes to the output at once.
 
 #include "src/device/launch.h"
 #include "src/ops/attention_decode/sm90_feed.cuh"
@@ -34,10 +34,13 @@ class Worker {
     Barrier* full = shared_.full[local_ * team_];
     if (member_ == 0) {
       if (threadIdx.x % 32 == 0) {
+#pragma unroll 1
         for (int i = 0; i < slots; ++i) device::init_barrier(full + i, 1);
         device::publish_barriers();
       }
     }
+    // Whatever the map says was cut: what no worker leaves has no rows.
+    if (member_ == 0 && threadIdx.x % 32 < 2) shared_.pieces[threadIdx.x % 32][local_].rows = 0;
     see_until(0, min(list_.count(), kSegments));
     int slot = 0, consumed = 0;
     uint32_t parity = 0;
@@ -276,13 +279,14 @@ class Worker {
 };
 
 template <class T>
-__global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void attention_decode_sm90_kernel(
+__global__ __launch_bounds__(T::kThreads, kCtasPerSm) void attention_decode_sm90_kernel(
     const __grid_constant__ Sm90Params p) {
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   if (threadIdx.x == 0) {
     device::prefetch_tensor_map(&p.k);
     device::prefetch_tensor_map(&p.v);
+    if (p.attention.v_scale != nullptr) device::prefetch_line(p.attention.v_scale);  // asked for at the end
   }
   if (!p.old_keys_ready) {
     device::wait_for_previous_kernel();
@@ -297,11 +301,12 @@ __global__ __launch_bounds__(T::kThreads, T::kCtasPerSm) void attention_decode_s
 
 template <class T>
 Status launch_shape(const Sm90Params& p, const Stream& stream) {
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.clusters << p.cluster_log2)),
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.clusters * kClusterCtas)),
                           .block = dim3(T::kThreads),
                           .smem_bytes = sizeof(Shared<T>),
-                          .cluster = 1 << p.cluster_log2,
+                          .cluster = kClusterCtas,
                           .overlap_previous = true};
+  static_assert(kCtasPerSm * (sizeof(Shared<T>) + 1024) <= 228 << 10, "that many fit an SM");
   return launch("attention_decode", attention_decode_sm90_kernel<T>, shape, stream, p);
 }
 

@@ -7,227 +7,299 @@
 
 namespace vivace::attention_sm90 {
 
-/// Puts cut units together, when all workers of the CTA are done, in three rounds: workers of the CTA, CTAs of the cluster,
-/// clusters of the grid. Half a warp takes a row of a unit. All of it is latency, and code that runs once costs a nanosecond
-/// an instruction: the rounds share theirs.
+/// Puts cut units together, when all workers of the cluster are done, in two rounds: workers of the cluster, through each
+/// other's shared memory, then clusters of the grid. All of it is latency, about four cycles an instruction: first a thread
+/// looks at a row of a piece, all of them side by side, then warps add up the values, row by row and in the order of their keys.
 template <class T>
 class Merge {
-  static constexpr int kLanes = 16, kHalves = T::kThreads / kLanes, kVectors = T::kHead / (4 * kLanes);
-  using Vector = device::Vec<float, 4>;
-  enum Round { workers_of_cta, ctas_of_cluster, clusters_of_grid };
+  static constexpr int kColumns = T::kHead / 32;  ///< of a lane, which are neighbours
+  static constexpr int kLoad = kColumns < 4 ? kColumns : 4, kLoads = kColumns / kLoad;
+  using Vector = device::Vec<float, kLoad>;
 
  public:
   __device__ __forceinline__ Merge(const Sm90Params& p, Shared<T>& shared)
       : p_(p),
         shared_(shared),
-        workers_(T::kWarps >> p.team_log2),
+        workers_log2_(kCtaWarpsLog2 - p.team_log2),
+        members_(kClusterCtas << workers_log2_),
         rows_log2_((T::kBlocks == 2 ? 4 : 3) + p.team_log2),
+        share_log2_(rows_log2_ - kClusterLog2),
         warp_(static_cast<int>(threadIdx.x) / 32),
         lane_(static_cast<int>(threadIdx.x) % 32),
-        cluster_(static_cast<int>(blockIdx.x) >> p.cluster_log2),
-        rank_(static_cast<int>(blockIdx.x) & ((1 << p.cluster_log2) - 1)) {}
+        cluster_(static_cast<int>(blockIdx.x) / kClusterCtas),
+        rank_(static_cast<int>(blockIdx.x) % kClusterCtas) {}
 
   /// Before the walk: which boundaries cut a unit. A barrier of the CTA publishes it.
   __device__ __forceinline__ void read_cuts() {
-    const int cluster_workers = workers_ << p_.cluster_log2;
-    if (warp_ == 0) read(static_cast<int>(blockIdx.x) * workers_, 1, workers_, shared_.worker_cuts);
-    if (warp_ == 1) read(cluster_ * cluster_workers, workers_, 1 << p_.cluster_log2, shared_.cta_cuts);
-    if (warp_ == 2) read(0, cluster_workers, p_.clusters, shared_.cluster_cuts);
+    const int n = warp_ == 0 ? members_ : p_.clusters;
+    int* cuts = warp_ == 0 ? shared_.worker_cuts : shared_.cluster_cuts;
+    const auto* starts =
+        reinterpret_cast<const ScheduleView::Start*>(p_.schedule + schedule_map::kHeaderInts);
+    const bool cuts_any = is_for(p_.schedule, p_, T::kBoxKeys);
+    for (int i = lane_; warp_ < 2 && i <= n; i += 32) {
+      const int worker = warp_ == 0 ? cluster_ * members_ + i : i * members_;
+      const ScheduleView::Start start = starts[min(worker, p_.workers)];
+      cuts[i] = cuts_any && start.tile > 0 ? start.request * p_.attention.heads_kv + start.head_kv : -1;
+    }
+    if (warp_ != 1) return;
+    __syncwarp();
+    for (int end = 0; end < 2; ++end) {
+      const Chain chain = clusters_at(end);
+      if (lane_ == 0) shared_.open_at[end] = chain;
+    }
   }
 
   __device__ __forceinline__ void run() {
-    const int ctas = 1 << p_.cluster_log2;
-    const bool cta_cut = any_cut(shared_.cta_cuts, ctas);
-#pragma unroll 1
-    for (int round = workers_of_cta; round <= clusters_of_grid; ++round) {
-      if (round == ctas_of_cluster) {
-        if (!cta_cut) return;
-        device::cluster_barrier();
+    const Cuts cuts(shared_.worker_cuts, members_);
+    if (cuts.begins == 0 && !cuts.from_before) return;
+    device::cluster_barrier();
+    look(cuts);
+    __syncthreads();
+    const int rows =
+        min(1 << share_log2_, p_.rows - (rank_ << share_log2_));  // of the CTA's share that exist
+    for (int row = warp_; row < rows; row += T::kWarps) {
+      unsigned begins = cuts.begins;
+      for (bool from_before = cuts.from_before; from_before || begins != 0; from_before = false) {
+        const int first = from_before ? 0 : __ffs(static_cast<int>(begins)) - 1;
+        if (!from_before) begins &= begins - 1;
+        add_up(cuts.chain_of(first, from_before ? 0 : 1), row);
       }
-      if (round == clusters_of_grid) {
-        device::cluster_arrive_without_fence();  // has read what it needed of others
-        if (!any_cut(shared_.cluster_cuts + cluster_, 1)) break;
-        __syncthreads();  // partials of the CTA are written
-        if (warp_ < 2) arrive(warp_);
-        __syncthreads();
+    }
+    device::cluster_arrive_without_fence();  // has read what it needed of the other
+    if (shared_.cluster_cuts[cluster_] >= 0 || shared_.cluster_cuts[cluster_ + 1] >= 0) {
+      __syncthreads();  // partials of the CTA are written
+      if (lane_ == 0 && warp_ < 2 && shared_.open_at[warp_].first >= 0)
+        shared_.arrived_last[warp_] = is_last_of(shared_.open_at[warp_]);
+      __syncthreads();
+      for (int end = 0; end < 2; ++end) {
+        const Chain chain = shared_.open_at[end];
+        if (chain.first < 0 || !shared_.arrived_last[end]) continue;
+        for (int row = warp_; row < rows; row += T::kWarps)
+          add_up_clusters(chain, (rank_ << share_log2_) + row, shared_.cluster_open[end]);
       }
-      // A CTA has all rows of its own chains, and its rank's share of others.
-      const int rows_log2 = rows_log2_ - (round == workers_of_cta ? 0 : p_.cluster_log2);
-      const int first_row = round == workers_of_cta ? 0 : rank_ << rows_log2;
-      // Chain c is cut by the boundaries from the c-th bit of `firsts` to that of `lasts`.
-      const int members = round == workers_of_cta ? workers_ : ctas;
-      unsigned firsts, lasts = 0;
-      if (round == clusters_of_grid) {
-        firsts = __ballot_sync(kAllLanes, lane_ < 2 && shared_.last_arrivals[lane_ % 2].first >= 0);
-      } else {
-        const int* cuts = round == workers_of_cta ? shared_.worker_cuts : shared_.cta_cuts;
-        const int cut = lane_ <= members ? cuts[lane_] : -1;
-        const int before = __shfl_up_sync(kAllLanes, cut, 1), after = __shfl_down_sync(kAllLanes, cut, 1);
-        firsts = __ballot_sync(kAllLanes, cut >= 0 && (lane_ == 0 || cut != before));
-        lasts = __ballot_sync(kAllLanes, cut >= 0 && cut != after);
-      }
-      const int tasks = __popc(firsts) << rows_log2;
-#pragma unroll 1
-      for (int task = static_cast<int>(threadIdx.x) / kLanes; task < tasks; task += kHalves) {
-        const int r = first_row + (task & ((1 << rows_log2) - 1));
-        if (r >= p_.rows) continue;
-        unsigned first_bits = firsts, last_bits = lasts;
-        for (int c = task >> rows_log2; c > 0; --c) {
-          first_bits &= first_bits - 1;
-          last_bits &= last_bits - 1;
-        }
-        const int i = __ffs(static_cast<int>(first_bits)) - 1, j = __ffs(static_cast<int>(last_bits)) - 1;
-        const Chain chain = round == clusters_of_grid
-                                ? shared_.last_arrivals[i]
-                                : Chain{max(i - 1, 0), min(j, members - 1), i == 0, j == members};
-        row(static_cast<Round>(round), chain, r, round == clusters_of_grid ? i : 0);
-      }
-      __syncwarp();  // the halves have had rows of their own; barriers want whole warps
     }
     device::cluster_wait();
   }
 
  private:
-  /// By a warp: cuts[i] of the boundaries before workers first + i step, i up to members.
-  __device__ __forceinline__ void read(int first, int step, int members, int* cuts) const {
-    const auto* starts =
-        reinterpret_cast<const ScheduleView::Start*>(p_.schedule + schedule_map::kHeaderInts);
-    for (int i = lane_; i <= members; i += 32) {
-      const ScheduleView::Start start = starts[min(first + i * step, p_.workers)];
-      cuts[i] = start.tile > 0 ? start.request * p_.attention.heads_kv + start.head_kv : -1;
+  /// The cuts of a row of workers, a bit a worker.
+  struct Cuts {
+    unsigned begins, ends;  ///< a cut unit begins in it, ends in it
+    bool from_before;       ///< the first of them goes on with one
+    int members;
+
+    __device__ __forceinline__ Cuts(const int* boundaries, int n) : members(n) {
+      // Where the cut behind a worker is another than that before it, a unit begins in it, and one ends.
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      const int before = lane < n ? boundaries[lane] : -1, behind = lane < n ? boundaries[lane + 1] : -1;
+      begins = __ballot_sync(kAllLanes, behind >= 0 && behind != before);
+      ends = __ballot_sync(kAllLanes, before >= 0 && behind != before);
+      from_before = __shfl_sync(kAllLanes, before, 0) >= 0;
     }
+    /// Of the unit that worker `member` begins (`which` = 1) or goes on with (0); first = -1 without one.
+    __device__ __forceinline__ Chain chain_of(int member, int which) const {
+      const unsigned here = 1u << member, before = begins & (here - 1);
+      const unsigned ends_behind = ends & ~(here - 1) & ~(which == 1 ? here : 0u);
+      const bool continues = which == 0 && before == 0;
+      if (which == 1 ? (begins & here) == 0 : continues && !from_before) return {-1, -1, false, false};
+      const int first = which == 1 ? member : continues ? 0 : 31 - __clz(static_cast<int>(before));
+      const int last = ends_behind == 0 ? members - 1 : __ffs(static_cast<int>(ends_behind)) - 1;
+      return {first, last, continues, ends_behind == 0};
+    }
+  };
+
+  /// The clusters that have a part of the unit that is open at end `end` of this one; first = -1: none, or the unit is that of end
+  /// 0, which both cuts belong to. By a warp.
+  __device__ __forceinline__ Chain clusters_at(int end) const {
+    const int* cuts = shared_.cluster_cuts;
+    const int unit = cuts[cluster_ + end];
+    if (unit < 0 || (end == 1 && unit == cuts[cluster_])) return {-1, -1, false, false};
+    int first = cluster_ + end, last = first;
+    for (int base = 0; base <= p_.clusters; base += 32) {
+      const int i = base + lane_;
+      const unsigned same = __ballot_sync(kAllLanes, i <= p_.clusters && cuts[min(i, p_.clusters)] == unit);
+      if (same == 0) continue;
+      first = min(first, base + __ffs(static_cast<int>(same)) - 1);
+      last = max(last, base + 31 - __clz(static_cast<int>(same)));
+    }
+    return {first - 1, last, false, false};
   }
-  __device__ __forceinline__ bool any_cut(const int* cuts, int members) const {
-    return __any_sync(kAllLanes, lane_ <= members && cuts[min(lane_, members)] >= 0);
+  /// The CTA has left its share of what is open at an end of the cluster: is it the last to do so? By a thread.
+  __device__ __forceinline__ bool is_last_of(const Chain& chain) const {
+    int* count = p_.schedule + schedule_map::arrivals_at(p_.workers) + chain.first * kClusterCtas + rank_;
+    const bool last = device::add_acquire_release(count, 1) == chain.last - chain.first;
+    if (last) *count = 0;
+    return last;
   }
 
-  /// The cluster has left its part of the unit at one of its ends: is it the last of those that have one? By a warp.
-  __device__ __forceinline__ void arrive(int end) {
-    const int boundary = cluster_ + end, unit = shared_.cluster_cuts[boundary];
+  /// Of a CTA's share of the rows: what `look` finds out about row `row` of a piece.
+  __device__ __forceinline__ int index(const Chain& chain, int member, int row) const {
+    return ((2 * member + chain.which(member)) << share_log2_) + row;
+  }
+
+  /// A thread a row of a piece: where its values are, and what they are multiplied by; that of the first piece of a chain also
+  /// where the row goes.
+  __device__ __forceinline__ void look(const Cuts& cuts) {
+    const int t = static_cast<int>(threadIdx.x), piece = t >> share_log2_, member = piece / 2;
+    const int row = t & ((1 << share_log2_) - 1), r = (rank_ << share_log2_) + row;
     Chain chain{-1, -1, false, false};
-    if (unit >= 0 && !(end == 1 && unit == shared_.cluster_cuts[cluster_])) {
-      int first = boundary, last = boundary;
-      for (int base = 0; base <= p_.clusters; base += 32) {
-        const int i = base + lane_;
-        const unsigned same =
-            __ballot_sync(kAllLanes, i <= p_.clusters && shared_.cluster_cuts[min(i, p_.clusters)] == unit);
-        if (same == 0) continue;
-        first = min(first, base + __ffs(static_cast<int>(same)) - 1);
-        last = max(last, base + 31 - __clz(static_cast<int>(same)));
-      }
-      int arrived = 0;
-      if (lane_ == 0) {
-        int* count =
-            p_.schedule + schedule_map::arrivals_at(p_.workers) + ((first - 1) << p_.cluster_log2) + rank_;
-        arrived = device::add_acquire_release(count, 1);
-        if (arrived == last - first + 1) *count = 0;
-      }
-      if (__shfl_sync(kAllLanes, arrived, 0) == last - first + 1) chain = {first - 1, last, false, false};
+    if (member < members_) chain = cuts.chain_of(member, piece % 2);
+    // A worker may go on with no unit, or be in the middle of one that a later worker of the cluster began to cut.
+    const bool exists = chain.first >= 0 && (piece % 2 == 1 || shared_.worker_cuts[member] >= 0);
+    const bool leads = exists && index(chain, chain.first, row) == t;
+    const auto cta = static_cast<uint32_t>(member >> workers_log2_);
+    const int local = member & ((1 << workers_log2_) - 1), rows = 1 << rows_log2_;
+    float2 end = {kNoKeys, 0.f};
+    Piece unit{};
+    if (exists) {
+      end = *device::in_cta(&shared_.piece_ends[piece % 2][local * rows + r], cta);
+      unit = *device::in_cta(&shared_.pieces[piece % 2][local], cta);
+      shared_.ends[t] = end;
     }
-    if (lane_ == 0) shared_.last_arrivals[end] = chain;
-  }
-
-  __device__ __forceinline__ int column(int i) const {
-    return 4 * (kLanes * i + lane_ % kLanes);
-  }
-
-  /// Where member `member` of a round has row `r` of its piece.
-  __device__ __forceinline__ void find(Round round, const Chain& chain, int member, int r, bool last_parked,
-                                       const float*& values, const float2*& ends) const {
-    const int which = chain.which(member), rows = 1 << rows_log2_;
-    if (round == workers_of_cta) {
-      values = shared_.values(member << p_.team_log2) + r * T::kPitch;
-      if (last_parked && member == chain.last) {
-        values = p_.parked + ((int64_t{blockIdx.x} * workers_ + member) * rows + r) * T::kPitch;
-      }
-      ends = &shared_.piece_ends[which][member * rows + r];
-    } else if (round == ctas_of_cluster) {
-      const auto cta = static_cast<uint32_t>(member);
-      values = device::in_cta(shared_.open_values(which, 1 << p_.team_log2, rows) + r * T::kPitch, cta);
-      ends = device::in_cta(&shared_.open_ends[which][r], cta);
-    } else {
-      const int64_t at = int64_t{2 * member + which} * rows + r;
-      values = p_.partials + at * T::kHead;
-      ends = p_.partial_ends + at;
-    }
-  }
-
-  /// Row `r` of a chain, to where it goes next, by half a warp. `end`: of the cluster, in the last round.
-  __device__ __forceinline__ void row(Round round, const Chain& chain, int r, int end) {
-    const int which = chain.which(chain.first), which_last = chain.which(chain.last);
-    const Piece unit = round == workers_of_cta ? shared_.pieces[which][chain.first]
-                       : round == ctas_of_cluster
-                           ? *device::in_cta(&shared_.open[which], static_cast<uint32_t>(chain.first))
-                           : shared_.cluster_open[end];
-    const bool last_parked =
-        round == workers_of_cta && which_last == 0 && !shared_.pieces[0][chain.last].in_ring;
-    const int token = token_of_row(p_, r),
-              head = unit.head_kv * p_.attention.group + r - token * p_.attention.group;
-    const HeadEnd head_end(p_.attention, head);
+    __syncthreads();
+    if (!exists) return;
     float maximum = kNoKeys, weight = 0.f;
-    Vector sum[kVectors] = {};
+    for (int i = chain.first; i <= chain.last; ++i)
+      maximum = fmaxf(maximum, shared_.ends[index(chain, i, row)].x);
+    if (leads) {
+      for (int i = chain.first; i <= chain.last; ++i) {
+        const float2 part = shared_.ends[index(chain, i, row)];
+        weight = __fmaf_rn(part.y, factor(part.x, part.y, maximum), weight);
+      }
+      shared_.destinations[t] = close_row(chain, unit, r, maximum, weight, true);
+    }
+    const float* values = unit.in_ring
+                              ? device::in_cta(shared_.values(local << p_.team_log2) + r * T::kPitch, cta)
+                              : p_.parked + ((int64_t{cluster_} * members_ + member) * rows + r) * T::kPitch;
+    shared_.parts[t] = {values, factor(end.x, end.y, maximum)};
+  }
+
+  /// By a warp: row `row` of the CTA's share of a chain.
+  __device__ __forceinline__ void add_up(const Chain& chain, int row) {
+    Vector sum[kLoads] = {};
     constexpr int kAhead = 4;  // pieces whose loads are under way together
 #pragma unroll 1
     for (int first = chain.first; first <= chain.last; first += kAhead) {
-      float2 ends[kAhead];
-      Vector values[kAhead][kVectors];
+      Vector values[kAhead][kLoads];
+      float factors[kAhead];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        ends[a] = {kNoKeys, 0.f};
+        const Part part = shared_.parts[index(chain, min(first + a, chain.last), row)];
+        factors[a] = first + a <= chain.last ? part.factor : 0.f;
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) values[a][i] = {};
-        if (first + a > chain.last) continue;
-        const float* from;
-        const float2* from_ends;
-        find(round, chain, first + a, r, last_parked, from, from_ends);
-        ends[a] = *from_ends;
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) values[a][i] = *reinterpret_cast<const Vector*>(from + column(i));
-      }
-      float most = maximum;
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) most = fmaxf(most, ends[a].x);
-      const float own = factor(maximum, weight, most);
-      maximum = most;
-      weight = __fmul_rn(weight, own);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[i].v[e] = __fmul_rn(sum[i].v[e], own);
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const float f = factor(ends[a].x, ends[a].y, most);
-        weight = __fmaf_rn(ends[a].y, f, weight);
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[i].v[e] = __fmaf_rn(values[a][i].v[e], f, sum[i].v[e]);
+        for (int i = 0; i < kLoads; ++i) {
+          values[a][i] = {};
+          if (first + a <= chain.last)
+            values[a][i] = *reinterpret_cast<const Vector*>(part.values + column(i));
         }
       }
+      add<kAhead>(sum, values, factors);
     }
-    if (!chain.from_before && !chain.goes_on) {
-      if (token < unit.rows) write_row(unit, token, head, head_end, maximum, weight, sum);
-      return;
-    }
-    const int open = chain.from_before ? 0 : 1, rows = 1 << rows_log2_;
-    float* to;
-    if (round == workers_of_cta) {
-      to = shared_.open_values(open, 1 << p_.team_log2, rows) + r * T::kPitch;
-      if (lane_ % kLanes == 0) {
-        shared_.open_ends[open][r] = {maximum, weight};
-        if (r == 0) shared_.open[open] = unit;
-      }
-    } else {
-      const int64_t at = int64_t{2 * cluster_ + open} * rows + r;
-      to = p_.partials + at * T::kHead;
-      if (lane_ % kLanes == 0) {
-        p_.partial_ends[at] = {maximum, weight};
-        if (r % (rows >> p_.cluster_log2) == 0) shared_.cluster_open[open] = unit;
-      }
-    }
+    store(shared_.destinations[index(chain, chain.first, row)], sum);
+  }
+
+  /// By a warp: row `r` of a unit from the clusters of a chain; lanes look at 32 of their pieces side by side.
+  __device__ __forceinline__ void add_up_clusters(const Chain& chain, int r, const Piece& unit) {
+    Vector sum[kLoads] = {};
+    float maximum = kNoKeys, weight = 0.f;
+    const auto place = [&](int member) {
+      return (int64_t{2 * member + chain.which(member)} << rows_log2_) + r;
+    };
+    constexpr int kAhead = 32 / kLoads;  // pieces whose loads are under way together
+    const auto load = [&](Vector(&values)[kAhead][kLoads], int piece, int pieces, int first) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) *reinterpret_cast<Vector*>(to + column(i)) = sum[i];
+      for (int a = 0; a < kAhead; ++a) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          values[a][i] = {};
+          if (piece + a < pieces)
+            values[a][i] = *reinterpret_cast<const Vector*>(p_.partials +
+                                                            place(first + piece + a) * T::kHead + column(i));
+        }
+      }
+    };
+#pragma unroll 1
+    for (int first = chain.first; first <= chain.last; first += 32) {
+      const int pieces = min(32, chain.last - first + 1);
+      float2 end = {kNoKeys, 0.f};
+      if (lane_ < pieces) end = p_.partial_ends[place(first + lane_)];
+      Vector values[kAhead][kLoads];
+      load(values, 0, pieces, first);
+      const float most = fmaxf(maximum, device::warp_reduce<device::Max>(end.x));
+      const float before = factor(maximum, weight, most), mine = factor(end.x, end.y, most);
+      maximum = most;
+      weight = __fmaf_rn(weight, before, device::warp_reduce<device::Sum>(__fmul_rn(end.y, mine)));
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+        for (int e = 0; e < kLoad; ++e) sum[i].v[e] = __fmul_rn(sum[i].v[e], before);
+      }
+#pragma unroll 1
+      for (int piece = 0;;) {
+        float factors[kAhead];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a)
+          factors[a] = __shfl_sync(kAllLanes, mine, piece + a);  // 0 beyond the last
+        add<kAhead>(sum, values, factors);
+        piece += kAhead;
+        if (piece >= pieces) break;
+        load(values, piece, pieces, first);
+      }
+    }
+    store(close_row(chain, unit, r, maximum, weight, lane_ == 0), sum);
+  }
+
+  __device__ __forceinline__ int column(int i) const {
+    return kColumns * lane_ + kLoad * i;
+  }
+  template <int kPieces>
+  __device__ __forceinline__ static void add(Vector (&sum)[kLoads], const Vector (&values)[kPieces][kLoads],
+                                             const float (&factors)[kPieces]) {
+#pragma unroll
+    for (int a = 0; a < kPieces; ++a) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+        for (int e = 0; e < kLoad; ++e) sum[i].v[e] = __fmaf_rn(values[a][i].v[e], factors[a], sum[i].v[e]);
+      }
+    }
+  }
+
+  /// Where row `r` goes once its pieces are added up; says so to whom it may concern.
+  __device__ __forceinline__ Destination close_row(const Chain& chain, const Piece& unit, int r,
+                                                   float maximum, float weight, bool writes_lse) {
+    const Params& a = p_.attention;
+    if (chain.from_before || chain.goes_on) {
+      const int open = chain.from_before ? 0 : 1;
+      const int64_t at = (int64_t{2 * cluster_ + open} << rows_log2_) + r;
+      p_.partial_ends[at] = {maximum, weight};
+      if ((r & ((1 << share_log2_) - 1)) == 0) shared_.cluster_open[open] = unit;
+      return {at * T::kHead, 1.f, Destination::partials};
+    }
+    const int token = token_of_row(p_, r), head = unit.head_kv * a.group + r - token * a.group;
+    if (token >= unit.rows) return {0, 0.f, Destination::nowhere};
+    const int64_t row = unit.row_begin + token;
+    const bool sees_keys = unit.keys - unit.rows + token + 1 > 0;
+    const RowEnd end(a, sees_keys, maximum, weight, head);
+    if (a.lse != nullptr && writes_lse) a.lse[row * a.lse_stride[0] + head * a.lse_stride[1]] = end.lse;
+    return {row * a.output_stride[0] + head * a.output_stride[1], end.scale,
+            sees_keys ? Destination::output : Destination::zeros};
+  }
+  __device__ __forceinline__ void store(const Destination& to, const Vector (&sum)[kLoads]) const {
+    if (to.kind == Destination::nowhere) return;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (to.kind == Destination::partials) {
+        *reinterpret_cast<Vector*>(p_.partials + to.at + column(i)) = sum[i];
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < kLoad; e += 2) {
+        const bool zeros = to.kind == Destination::zeros;
+        store_pair(p_.attention, to.at + column(i) + e, zeros ? 0.f : sum[i].v[e] * to.scale,
+                   zeros ? 0.f : sum[i].v[e + 1] * to.scale);
+      }
+    }
   }
 
   /// On a part's sums when they join others of this maximum; 0 for a part that saw nothing.
@@ -236,30 +308,9 @@ class Merge {
     return exp2_of(__fsub_rn(part_maximum, maximum == kNoKeys ? 0.f : maximum));
   }
 
-  __device__ __forceinline__ void write_row(const Piece& unit, int token, int head, const HeadEnd& head_end,
-                                            float maximum, float weight,
-                                            const Vector (&sum)[kVectors]) const {
-    const Params& a = p_.attention;
-    const int64_t row = unit.row_begin + token;
-    const bool sees_keys = unit.keys - unit.rows + token + 1 > 0;
-    const RowEnd end(a, sees_keys, maximum, weight, head_end);
-    if (a.lse != nullptr && lane_ % kLanes == 0)
-      a.lse[row * a.lse_stride[0] + head * a.lse_stride[1]] = end.lse;
-    const int64_t at = row * a.output_stride[0] + head * a.output_stride[1];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const float v0 = sees_keys ? sum[i].v[e] * end.scale : 0.f,
-                    v1 = sees_keys ? sum[i].v[e + 1] * end.scale : 0.f;
-        store_pair(a, at + column(i) + e, v0, v1);
-      }
-    }
-  }
-
   const Sm90Params& p_;
   Shared<T>& shared_;
-  const int workers_, rows_log2_, warp_, lane_, cluster_, rank_;
+  const int workers_log2_, members_, rows_log2_, share_log2_, warp_, lane_, cluster_, rank_;
 };
 
 }  // namespace vivace::attention_sm90

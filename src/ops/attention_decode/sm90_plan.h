@@ -6,8 +6,12 @@
 
 namespace vivace::attention_sm90 {
 
-inline constexpr int kMaxClusterLog2 = 3, kMaxCluster = 1 << kMaxClusterLog2;  ///< CTAs
-inline constexpr int kMaxCtas = 160;                                           ///< of a grid
+/// CTAs of a cluster: two SMs are neighbours everywhere, so that clusters of two leave none idle.
+inline constexpr int kClusterLog2 = 1, kClusterCtas = 1 << kClusterLog2;
+inline constexpr int kCtasPerSm = 2;
+inline constexpr int kMaxCtas = 320;  ///< of a grid
+/// Warps of a CTA. With two CTAs an SM each scheduler has two, which have all registers.
+inline constexpr int kCtaWarpsLog2 = 2, kCtaWarps = 1 << kCtaWarpsLog2;
 
 inline constexpr int kMostRows = 64;  ///< of a unit; 32 with heads of 256
 /// Floats from one row of a piece to the next: rows 2 t and 2 t + 1 of a lane land 8 t banks apart.
@@ -23,16 +27,10 @@ struct RowsPlan {
 constexpr RowsPlan rows_plan(int64_t rows) {
   return {rows > 32 ? 2 : 1, rows > 16 ? 2 : rows > 8 ? 1 : 0};
 }
-inline constexpr int kCtaWarps = 4;  ///< one per scheduler of an SM: each has the registers of two
 
 /// Keys of a box of K or V, 8 KB where those are at most 64 keys: what a worker takes at a time.
 constexpr int64_t sm90_box_keys(int64_t row_bytes) {
   return row_bytes > 256 ? 16 : row_bytes > 128 ? 32 : 64;
-}
-/// CTAs of a cluster, as a power of two. With few KV heads a request is cut into many pieces, which eight CTAs merge without the
-/// L2; with more of them all SMs count, of which clusters of eight leave some idle.
-constexpr int cluster_log2_of(int64_t heads_kv) {
-  return heads_kv < 4 ? kMaxClusterLog2 : 1;
 }
 /// Workers of a CTA.
 constexpr int64_t workers_per_cta(int64_t rows) {

@@ -36,9 +36,9 @@ struct Shape {
   static constexpr int kKeySteps = kBoxKeys / 16, kHeadSteps = kHead / 16;
   static constexpr int kSlots = (96 << 10) / (kWarps * kBoxBytes);  ///< of a warp's share of a ring
   static constexpr int kRowsPerWarp = 8 * kBlocks;
-  static constexpr int kCtasPerSm = 2;  ///< so that the next kernel can begin to load
   static constexpr int kPitch = piece_pitch(kHead);
-  static_assert(2 * kRowsPerWarp * kPitch * 4 <= kSlots * kBoxBytes, "a drained ring holds two pieces");
+  static_assert(kRowsPerWarp * kPitch * 4 <= kSlots * kBoxBytes, "a drained ring holds a piece");
+  static_assert(2 * kWarps * kRowsPerWarp <= kThreads, "a thread a row of a piece of a CTA's share");
 
   /// Byte of 16-byte chunk `chunk` of key `key` in a box, as the copy engine permutes it: panels of at most 128 bytes.
   __device__ static int place(int key, int chunk) {
@@ -54,7 +54,7 @@ struct Sm90Params {
   float* parked;    ///< [workers][rows][pitch]: pieces that end before their worker does
   float* partials;  ///< [2 clusters][rows][head]: what a cluster leaves open at its beginning and at its end
   float2* partial_ends;  ///< [2 clusters][rows]: maximum, weight
-  int workers, clusters, cluster_log2;
+  int workers, clusters;
   int rows;  ///< of a unit: max_query_tokens * group
   int max_query_tokens;
   int group_inverse;  ///< 2^16 / group, rounded up: row * it >> 16 is row / group for the rows of a unit
@@ -64,7 +64,7 @@ struct Sm90Params {
 };
 
 /// The counters of a schedule cover one per CTA.
-static_assert(decode_schedule_arrivals(1) >= kMaxCluster, "a grid of whole clusters has a counter per CTA");
+static_assert(decode_schedule_arrivals(1) >= kClusterCtas, "a grid of whole clusters has a counter per CTA");
 
 /// The token of row `r` of a unit.
 __device__ __forceinline__ int token_of_row(const Sm90Params& p, int r) {
@@ -80,10 +80,8 @@ __device__ __forceinline__ int first_key_seen(const Sm90Params& p, int keys, int
 /// Whether the schedule was made for this call's shapes: of another nothing is done.
 __device__ __forceinline__ bool is_for(const int32_t* schedule, const Sm90Params& p, int box_keys) {
   using namespace schedule_map;
-  static_assert(kRequests == 0 && kHeadsKv == 1 && kTileTokens == 2 && kWorkers == 3);
-  const int4 header = *reinterpret_cast<const int4*>(schedule);
-  return header.x == p.attention.requests && header.y == p.attention.heads_kv &&
-         header.z == p.boxes_per_tile * box_keys && header.w == p.workers;
+  return schedule[kRequests] == p.attention.requests && schedule[kHeadsKv] == p.attention.heads_kv &&
+         schedule[kTileTokens] == p.boxes_per_tile * box_keys && schedule[kWorkers] == p.workers;
 }
 
 /// What a worker does of one unit (request, KV head), in one go. Boxes are counted from key 0.
@@ -98,12 +96,25 @@ struct Piece {
   bool in_ring;  ///< else in Sm90Params::parked
 };
 
-/// Members first .. last of a row of workers, CTAs or clusters have a unit together.
+/// Members first .. last of a row of workers or clusters have a unit together; first = -1: none.
 struct Chain {
   int first, last;
   bool from_before, goes_on;  ///< beyond this row
   /// Which of its two pieces a member adds.
   __device__ int which(int member) const { return member == first && !from_before ? 1 : 0; }
+};
+
+/// A row of a piece: its values, and what they are multiplied by when they join the others of their chain.
+struct __align__(16) Part {
+  const float* values;
+  float factor;
+};
+/// Where a row goes once its pieces are added up, and what its sums are multiplied by.
+struct __align__(16) Destination {
+  enum Kind : int32_t { nowhere, partials, output, zeros };
+  int64_t at;  ///< of the first value
+  float scale;
+  Kind kind;
 };
 
 /// Shared memory. Pieces: [0] continues one of the worker before, [1] begins its unit.
@@ -114,20 +125,18 @@ struct Shared {
   Segment segments[T::kWarps][kSegments];
   Piece pieces[2][T::kWarps];
   float2 piece_ends[2][T::kWarps * T::kRowsPerWarp];  ///< maximum, weight: [rows] per worker
-  /// What the CTA leaves open at its beginning and at its end; then the cluster.
-  Piece open[2], cluster_open[2];
-  float2 open_ends[2][T::kWarps * T::kRowsPerWarp];
-  /// The unit that the boundary before member i cuts, or -1: of workers of the CTA, CTAs of the cluster, clusters.
-  int worker_cuts[T::kWarps + 1], cta_cuts[kMaxCluster + 1], cluster_cuts[kMaxCtas + 1];
-  Chain last_arrivals[2];
+  Piece cluster_open[2];  ///< what the cluster leaves open at its beginning and at its end
+  /// The unit that the boundary before member i cuts, or -1: of workers of the cluster, of clusters.
+  int worker_cuts[kClusterCtas * T::kWarps + 1], cluster_cuts[kMaxCtas / kClusterCtas + 1];
+  /// Of rows of pieces, a thread each: the CTA's share of the rows of two pieces per worker of the cluster.
+  float2 ends[T::kThreads];
+  Part parts[T::kThreads];
+  Destination destinations[T::kThreads];
+  Chain open_at[2];      ///< clusters that have a part of what is open at an end of this one
+  bool arrived_last[2];  ///< there, this CTA
 
   /// Values of a piece in the drained ring of a worker that begins at warp `warp`.
   __device__ float* values(int warp) { return reinterpret_cast<float*>(ring[warp][0]); }
-  /// Values that the CTA leaves open: the one at its end in place in the last worker's ring, the other behind the piece of the
-  /// first worker, which may have one of another unit.
-  __device__ float* open_values(int end, int worker_warps, int rows) {
-    return end == 1 ? values(T::kWarps - worker_warps) : values(0) + rows * T::kPitch;
-  }
 };
 
 /// A pair of neighbouring outputs; `at` is even and the row aligned to a pair.

@@ -26,8 +26,6 @@ int64_t attention_decode_gpu_workspace(const AttentionDecodeArgs& args, const St
 
 Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stream);
 int64_t attention_decode_sm90_workspace(const AttentionDecodeArgs& args);
-/// Clusters of eight that the device of `stream` holds at once with one CTA an SM; 0 where none fits.
-Result<int64_t> sm90_resident_clusters(const Stream& stream);
 
 Facts attention_decode_facts(const AttentionDecodeArgs& args);
 
