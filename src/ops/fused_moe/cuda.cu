@@ -13,9 +13,9 @@
 
 #include "src/core/workspace.h"
 #include "src/device/launch.h"
+#include "src/device/number.h"
 #include "src/device/ptx.h"
-#include "src/device/row.h"
-#include "src/ops/fused_moe/table.h"
+#include "src/ops/fused_moe/gpu.h"
 #include "src/ops/gemm/gemm.h"
 
 namespace vivace {
@@ -25,52 +25,6 @@ namespace {
 using namespace device;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int64_t kMaxSlots =
-    32768;  // (token, choice) pairs of a block: bounds the scratch; 170 rows for 192 experts
-
-/// The scratch of one block of tokens. Slot s = token * top_k + choice; pairs with work are rows, sorted by expert.
-struct Scratch {
-  int64_t block_tokens, slots;
-  int32_t *start, *rows;  // [experts]
-  int32_t* token_of_row;  // [slots]
-  int32_t* row_of_slot;   // [slots] written for pairs with work alone
-  struct Part {
-    int64_t stride;  // of `hidden`
-    void* hidden;    // [rows, stride] silu(gate) * up as the down product reads it
-    float* wide;     // [rows, stride] before requantisation
-    float* scales;   // [rows, blocks of the intermediate]
-    bf16* out;       // [rows, hidden size]
-  } routed, shared;
-  int64_t bytes = 0;
-
-  Scratch(const FusedMoeArgs& args, uint8_t* memory) {
-    const int64_t top_k = args.expert_ids.shape[1], experts = expert_count(args);
-    block_tokens = std::min(args.x.shape[0], std::max<int64_t>(1, kMaxSlots / std::max<int64_t>(1, top_k)));
-    slots = block_tokens * top_k;
-    const auto place = [&](auto*& pointer, int64_t count, int64_t size) {
-      pointer = nullptr;
-      if (count == 0) return;
-      if (memory != nullptr)
-        pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + bytes);
-      bytes += whole_lines(count * size);
-    };
-    place(start, experts, 4);
-    place(rows, experts, 4);
-    place(token_of_row, slots, 4);
-    place(row_of_slot, slots, 4);
-    const auto place_part = [&](Part& part, int64_t count, int64_t intermediate) {
-      const bool fp8_values = args.x.dtype == DType::fp8_e4m3, blocks = fp8_values && has_block_scales(args);
-      part.stride = (intermediate + 15) / 16 * 16;
-      place(part.hidden, count * part.stride, fp8_values ? 1 : 2);
-      place(part.wide, blocks ? count * part.stride : 0, 4);
-      place(part.scales, blocks ? count * scale_blocks(args.block_offset + intermediate) : 0, 4);
-      place(part.out, count * args.x.shape[1], 2);
-    };
-    place_part(routed, slots, expert_intermediate(args));
-    place_part(shared, args.shared.present() ? block_tokens : 0,
-               args.shared.present() ? args.shared.gate.shape[0] : 0);
-  }
-};
 
 // ---- index
 
@@ -165,46 +119,6 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
   }
 }
 
-// ---- requantisation in blocks of 128
-
-struct QuantiseParams {
-  const float* wide;
-  fp8* hidden;
-  float* scales;
-  int64_t stride, intermediate, blocks, block_offset;
-  const int32_t *last_start, *last_rows;  // null: `rows` rows
-  int64_t rows;
-};
-
-/// A warp per row and block. Rows past the last expert's are not there.
-__global__ __launch_bounds__(kThreads) void quantise_kernel(const __grid_constant__ QuantiseParams p) {
-  wait_for_previous_kernel();
-  const int64_t task = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int64_t row = task / p.blocks, block = task % p.blocks;
-  const int64_t rows = p.last_start != nullptr ? int64_t{*p.last_start} + *p.last_rows : p.rows;
-  let_next_kernel_start();
-  if (row >= rows) return;
-  const int64_t begin = max(int64_t{0}, block * kScaleBlock - p.block_offset);
-  const int64_t end = min(p.intermediate, (block + 1) * kScaleBlock - p.block_offset);
-  const float* wide = p.wide + row * p.stride;
-  float v[kScaleBlock / 32], largest = 0.f;
-#pragma unroll
-  for (int i = 0; i < kScaleBlock / 32; ++i) {
-    const int64_t column = begin + lane + 32 * i;
-    v[i] = column < end ? wide[column] : 0.f;
-    largest = MaxMagnitude{}(largest, v[i]);
-  }
-  const float scale = made_scale(warp_reduce<MaxMagnitude>(largest));
-  if (lane == 0) p.scales[row * p.blocks + block] = scale;
-  divide(v, scale);
-#pragma unroll
-  for (int i = 0; i < kScaleBlock / 32; ++i) {
-    const int64_t column = begin + lane + 32 * i;
-    if (column < end) p.hidden[row * p.stride + column] = from_float<fp8>(v[i]);
-  }
-}
-
 // ---- weighted sum
 
 struct SumParams {
@@ -275,50 +189,6 @@ __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ S
 
 // ---- the two products of one set of experts
 
-/// Matrices of one set of experts with strides between experts: the stacked ones, or the shared one.
-struct Matrices {
-  Tensor gate, up, down;
-  int64_t gate_step = 0, down_step = 0;
-  const float *gate_scale = nullptr, *up_scale = nullptr, *down_scale = nullptr, *act_scale = nullptr;
-  int64_t gate_scale_step = 0, gate_scale_stride = 0, down_scale_step = 0, down_scale_stride = 0,
-          act_scale_step = 0;
-};
-
-Matrices routed_matrices(const FusedMoeArgs& args) {
-  Matrices m;
-  const ExpertWeights first = expert_at(args, 0);
-  m.gate = first.gate, m.up = first.up, m.down = first.down;
-  m.gate_step = args.gate_up.stride[0], m.down_step = args.down.stride[0];
-  if (args.x.dtype != DType::fp8_e4m3) return m;
-  m.gate_scale = args.gate_up_scale.as<const float>();
-  m.up_scale = m.gate_scale + args.gate_up_scale.stride[1];
-  m.down_scale = args.down_scale.as<const float>();
-  m.gate_scale_step = args.gate_up_scale.stride[0], m.down_scale_step = args.down_scale.stride[0];
-  if (has_block_scales(args)) {
-    m.gate_scale_stride = args.gate_up_scale.stride[2], m.down_scale_stride = args.down_scale.stride[1];
-  } else {
-    m.act_scale = args.act_scale.as<const float>();
-    m.act_scale_step = args.act_scale.shape[0] > 1 ? args.act_scale.stride[0] : 0;
-  }
-  return m;
-}
-
-Matrices shared_matrices(const FusedMoeArgs& args) {
-  const ExpertWeights& s = args.shared;
-  Matrices m;
-  m.gate = s.gate, m.up = s.up, m.down = s.down;
-  if (args.x.dtype != DType::fp8_e4m3) return m;
-  m.gate_scale = s.gate_scale.as<const float>(), m.up_scale = s.up_scale.as<const float>();
-  m.down_scale = s.down_scale.as<const float>();
-  if (has_block_scales(args)) {
-    // The products take one stride for gate and up: dense scales of one shape have it.
-    m.gate_scale_stride = s.gate_scale.stride[0], m.down_scale_stride = s.down_scale.stride[0];
-  } else {
-    m.act_scale = s.act_scale.as<const float>();
-  }
-  return m;
-}
-
 /// `groups` describes rows, index and groups; the rest is filled in here.
 Status run_experts(const FusedMoeArgs& args, const Tensor& x, const Tensor& x_scale, const Matrices& m,
                    const Scratch::Part& part, const gemm::Problem& groups, const Stream& stream) {
@@ -378,24 +248,12 @@ Status run_experts(const FusedMoeArgs& args, const Tensor& x, const Tensor& x_sc
     down.b_scale_group_stride = m.down_scale_step;
   }
   if (blocks) {
-    QuantiseParams q;
-    q.wide = part.wide;
-    q.hidden = static_cast<fp8*>(part.hidden);
-    q.scales = part.scales;
-    q.stride = part.stride;
-    q.intermediate = intermediate;
-    q.blocks = scale_blocks(args.block_offset + intermediate);
-    q.block_offset = args.block_offset;
-    q.last_start = groups.group_start != nullptr ? groups.group_start + groups.groups - 1 : nullptr;
-    q.last_rows = groups.group_rows != nullptr ? groups.group_rows + groups.groups - 1 : nullptr;
-    q.rows = groups.rows;
-    const LaunchShape shape{
-        .grid = dim3(static_cast<unsigned>((groups.rows * q.blocks + kWarps - 1) / kWarps)),
-        .block = dim3(kThreads),
-        .overlap_previous = true};
-    VIVACE_TRY(launch("fused_moe requantisation", quantise_kernel, shape, stream, q));
+    const LastRow last = groups.group_start == nullptr ? LastRow{}
+                                                       : LastRow{groups.group_start + groups.groups - 1,
+                                                                 groups.group_rows + groups.groups - 1};
+    VIVACE_TRY(requantise(part, groups.rows, intermediate, args.block_offset, last, stream));
     down.a_scale = part.scales;
-    down.a_scale_stride = q.blocks;
+    down.a_scale_stride = scale_blocks(args.block_offset + intermediate);
     down.a_scale_group_stride = 0;
     down.k_offset = args.block_offset;
   }
@@ -466,10 +324,6 @@ Status run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scr
 }
 
 }  // namespace
-
-int64_t fused_moe_cuda_workspace_bytes(const FusedMoeArgs& args, const Stream&) {
-  return Scratch(args, nullptr).bytes + kWorkspaceSlack;
-}
 
 Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream) {
   const Scratch scratch(args, first_line(args.workspace));

@@ -10,7 +10,7 @@ Status fused_moe_reference(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cpu(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_cpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream);
-int64_t fused_moe_cuda_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
+int64_t fused_moe_gpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
 
 Facts fused_moe_facts(const FusedMoeArgs& args);
 
@@ -95,7 +95,7 @@ inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
 #if VIVACE_CUDA
     {"cuda.grouped", Device::cuda, kFusedMoeCudaNeeds, fused_moe_cuda,
      "tokens sorted by expert on the device, grouped tensor-core products, x read in place",
-     fused_moe_cuda_workspace_bytes},
+     fused_moe_gpu_workspace_bytes},
 #endif
     {"cpu.grouped", Device::cpu, kFusedMoeCpuNeeds, fused_moe_cpu,
      "tokens grouped by expert, fp32 products of linear's kernels", fused_moe_cpu_workspace_bytes},
