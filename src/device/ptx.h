@@ -48,6 +48,12 @@ __device__ __forceinline__ void copy_16_async(void* destination, const void* sou
                "l"(source), "r"(valid ? 16 : 0)
                : "memory");
 }
+/// The same for 4 bytes, which stay in the L1.
+__device__ __forceinline__ void copy_4_async(void* destination, const void* source, bool valid = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(destination)), "l"(source),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

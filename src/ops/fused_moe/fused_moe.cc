@@ -73,7 +73,8 @@ constexpr ScaleNames kSharedExpert = {"shared.gate_scale", "shared.up_scale", "s
                                       "shared.act_scale"};
 
 /// Scales of an expert that comes as three matrices: none without fp8.
-Status check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeights& w, const ScaleNames& names) {
+Status check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeights& w,
+                    const ScaleNames& names) {
   const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
   const auto one = [&](std::string_view name, const Tensor& scale, bool present, bool block, int64_t n,
                        int64_t k) -> Status {
@@ -121,6 +122,9 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
       .add("intermediate_bytes", expert_intermediate(args) * info_of(down).block_bytes)
       .add("shared_intermediate_bytes",
            with_shared ? shared.gate.shape[0] * info_of(shared.down.dtype).block_bytes : 0)
+      .add("shared_intermediate", with_shared ? shared.gate.shape[0] : 0)
+      .add("rows_of_expert", rows_of_expert(args))
+      .add("outputs_of_tokens", args.x.shape[0] * (args.expert_ids.shape[1] + with_shared))
       .add("x_alignment", alignment_of(args.x))
       .add("gate_up_alignment", alignment_of(args.gate_up))
       .add("down_alignment", alignment_of(args.down))

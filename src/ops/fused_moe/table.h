@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/ops/fused_moe/sm90_limits.h"
 #include "src/ops/linear/fp8_scales.h"
 #include "vivace/fused_moe.h"
 
@@ -9,6 +10,7 @@ namespace vivace {
 Status fused_moe_reference(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cpu(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_cpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
+Status fused_moe_sm90(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_gpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
 
@@ -16,6 +18,12 @@ Facts fused_moe_facts(const FusedMoeArgs& args);
 
 inline int64_t expert_count(const FusedMoeArgs& args) {
   return args.gate_up.present() ? args.gate_up.shape[0] : static_cast<int64_t>(args.experts.size());
+}
+
+/// Rows that an expert has if all are alike to the router, rounded up.
+inline int64_t rows_of_expert(const FusedMoeArgs& args) {
+  const int64_t pairs = args.x.shape[0] * args.expert_ids.shape[1], experts = expert_count(args);
+  return experts > 0 ? (pairs + experts - 1) / experts : 0;
 }
 
 /// Columns of the intermediate; 0 without experts.
@@ -91,8 +99,34 @@ inline constexpr Need kFusedMoeCudaNeeds[] = {
     {"shared_alignment", Need::multiple_of, 16},
 };
 
+// Of a decode step: while a handful of rows an expert leaves the weights' bytes the roof. Units of 16 columns.
+inline constexpr Need kFusedMoeSm90Needs[] = {
+    {"compute_capability", Need::equals, 90},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"gate_up", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"down", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"shared_of_other_type", Need::equals, 0},
+    {"stacked", Need::equals, 1},
+    {"tokens", Need::at_most, moe_sm90::kMaxTokens},
+    {"rows_of_expert", Need::at_most, moe_sm90::kMaxRows},
+    {"outputs_of_tokens", Need::at_most, moe_sm90::kMaxSlots},
+    {"experts", Need::at_most, moe_sm90::kMaxExperts},
+    {"hidden", Need::multiple_of, 16},
+    {"intermediate", Need::multiple_of, 16},
+    {"shared_intermediate", Need::multiple_of, 16},
+    {"block_offset", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"gate_up_alignment", Need::multiple_of, 16},
+    {"down_alignment", Need::multiple_of, 16},
+    {"shared_alignment", Need::multiple_of, 16},
+};
+
 inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
 #if VIVACE_CUDA
+    {"sm90.stream", Device::cuda, kFusedMoeSm90Needs, fused_moe_sm90,
+     "each warp streams weights through a ring of its own; two launches, a CTA has columns of y for all "
+     "experts",
+     fused_moe_gpu_workspace_bytes},
     {"cuda.grouped", Device::cuda, kFusedMoeCudaNeeds, fused_moe_cuda,
      "tokens sorted by expert on the device, grouped tensor-core products, x read in place",
      fused_moe_gpu_workspace_bytes},

@@ -1,0 +1,11 @@
+#pragma once
+
+namespace vivace::moe_sm90 {
+
+/// Tokens, and rows of an expert if all are alike to the router. With more rows the tiles of cuda.grouped are faster.
+inline constexpr int kMaxTokens = 128, kMaxRows = 10;
+/// Outputs of tokens, top_k of each and the shared expert's, that a CTA keeps for its columns of y.
+inline constexpr int kMaxSlots = 1152;
+inline constexpr int kMaxExperts = 1024;
+
+}  // namespace vivace::moe_sm90
