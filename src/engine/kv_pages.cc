@@ -1,6 +1,7 @@
 #include "src/engine/kv_pages.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "src/core/error.h"
 
@@ -108,9 +109,12 @@ void KvPages::publish(PageChain& chain, std::string_view salt, std::span<const i
     const auto page_ids =
         tokens.subspan(static_cast<size_t>(chain.published * page_tokens()), tokens_of(0).size());
     chain.hash = hash_of(chain.hash, page_ids);
-    int32_t page = cached(chain.hash, chain.entry, salt, page_ids);
-    if (page < 0) {
-      page = chain.pages[static_cast<size_t>(chain.published)];
+    int32_t& page = chain.pages[static_cast<size_t>(chain.published)];
+    if (const int32_t twin = cached(chain.hash, chain.entry, salt, page_ids); twin >= 0) {
+      if (pages_[twin].holders++ == 0) unlink(twin);
+      pages_[page].holders = 0;  // the chain was its only one: others hold published pages only
+      free_.push_back(std::exchange(page, twin));
+    } else {
       // Another prefix with this hash, or one whose beginning was evicted: the newer one stays.
       if (const auto other = by_hash_.find(chain.hash); other != by_hash_.end()) {
         const int32_t loser = other->second;

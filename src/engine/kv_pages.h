@@ -62,7 +62,8 @@ class KvPages {
   /// Allocates until the chain has `pages` pages. False, and nothing changed, when there are too few.
   bool grow(PageChain& chain, int64_t pages);
   /// Puts the full pages of `tokens`, the tokens whose keys and values are in the chain's pages, into the
-  /// cache. A page that is there already stays there, and the chain keeps its own copy.
+  /// cache. Where a page with the same prefix is there already, the chain holds that one from now on and its own is
+  /// free: what was computed twice, at once or again, takes memory once.
   void publish(PageChain& chain, std::string_view salt, std::span<const int32_t> tokens);
   /// Lets go of all pages; the chain is empty afterwards.
   void release(PageChain& chain);

@@ -116,20 +116,39 @@ TEST(KvPages, EvictsTheLeastRecentlyReleasedAndEndsBeforeBeginnings) {
   EXPECT_AUDIT(pages, &c);
 }
 
-TEST(KvPages, ACopyOfACachedPageStaysPrivate) {
+TEST(KvPages, ACopyOfACachedPageIsGivenUpForIt) {
   KvPages pages({.pages = 8, .page_tokens = 4});
   PageChain a, b;  // both computed at the same time
-  ASSERT_TRUE(pages.grow(a, 2) && pages.grow(b, 2));
+  ASSERT_TRUE(pages.grow(a, 3) && pages.grow(b, 3));
+  const int32_t last_of_b = b.pages[2];
   pages.publish(a, "", count_from(0, 8));
   pages.publish(b, "", count_from(0, 8));
-  EXPECT_EQ(pages.find("", count_from(0, 8), 8).chain.pages, a.pages);
+  EXPECT_EQ(pages.free_pages(), 4);
+  EXPECT_EQ(b.pages, (Tokens{a.pages[0], a.pages[1], last_of_b})) << "a page that is not full is its chain's own";
+  EXPECT_EQ(pages.sole_pages(b), 1);
   EXPECT_AUDIT(pages, &a, &b);
-  pages.release(b);
-  EXPECT_EQ(pages.idle_pages(), 0);
-  EXPECT_EQ(pages.free_pages(), 6);
   pages.release(a);
+  EXPECT_EQ(pages.idle_pages(), 0);
+  pages.release(b);
   EXPECT_EQ(pages.idle_pages(), 2);
+  EXPECT_EQ(pages.free_pages(), 6);
   EXPECT_AUDIT(pages, );
+}
+
+TEST(KvPages, WhatIsComputedAgainTakesPagesUsedBefore) {
+  KvPages pages({.pages = 64, .page_tokens = 4});
+  const Tokens ids = count_from(0, 40);
+  for (int round = 0; round < 3; ++round) {
+    PageChain chain = pages.take(pages.find("", ids, 3));  // a prompt too short for a hit, then a token at a time
+    for (int64_t tokens = 1; tokens <= 40; ++tokens) {
+      ASSERT_TRUE(pages.grow(chain, (tokens + 3) / 4));
+      for (const int32_t page : chain.pages) EXPECT_LE(page, 10) << "one more than the first round had";
+      pages.publish(chain, "", std::span(ids).first(static_cast<size_t>(tokens)));
+      EXPECT_AUDIT(pages, &chain);
+    }
+    pages.release(chain);
+    EXPECT_EQ(pages.idle_pages(), 10);
+  }
 }
 
 TEST(KvPages, WithoutPrefixCacheNothingIsKept) {
@@ -190,6 +209,12 @@ void traffic(uint64_t seed, int hash_bits, int64_t& hits) {
                                                               Tokens(h->ids.begin(), h->ids.begin() + end)};
         }
         if (below(4) != 0) pages.publish(h->chain, h->salt, h->ids);
+        for (size_t i = 0; i < h->chain.pages.size(); ++i) {
+          const size_t end = std::min(h->ids.size(), (i + 1) * static_cast<size_t>(page_tokens));
+          ASSERT_EQ(contents[static_cast<size_t>(h->chain.pages[i])],
+                    std::pair(h->salt, Tokens(h->ids.begin(), h->ids.begin() + end)))
+              << "another page was taken for its own";
+        }
       }
       holders.push_back(std::move(h));
     } else if (!holders.empty()) {

@@ -152,8 +152,7 @@ async def all_at_once(server):
 
 class Load(Case):
     def test_two_hundred_clients(self):
-        # So little memory for keys and values that the first round touches all of it.
-        with Server("--deterministic", "--threads", 2, "--write-timeout", WRITE_TIMEOUT_S, "--kv-memory", "32M") as server:
+        with Server("--deterministic", "--threads", 2, "--write-timeout", WRITE_TIMEOUT_S) as server:
             alone = [server.complete(**greedy(prompt)).json["choices"][0]["text"] for prompt in PROMPTS]
             resident, threads = [], []
             for _ in range(2):
