@@ -15,42 +15,84 @@ using nlohmann::json;
 constexpr int kMaxDepth = 64;
 constexpr size_t kLongestKey = 80;  // in messages
 
-// Watches a parse: the parser itself keeps the last of two equal keys and any depth.
+/// A list or an object has too many elements.
+struct TooMany : std::length_error {
+  using std::length_error::length_error;
+};
+
+// Watches a parse: the parser itself keeps the last of two equal keys, any depth and any number of elements.
 class Guard {
  public:
+  explicit Guard(int64_t max_elements) : max_elements_(max_elements) {}
+
   bool operator()(int depth, json::parse_event_t event, json& parsed) {
     switch (event) {
       case json::parse_event_t::object_start:
       case json::parse_event_t::array_start:
         if (depth >= kMaxDepth)
           throw std::length_error(fmt::format("is nested deeper than {} levels", kMaxDepth));
-        if (event == json::parse_event_t::object_start) keys_.emplace_back();
+        count_in_list();
+        open_.push_back({.list = event == json::parse_event_t::array_start});
         break;
       case json::parse_event_t::object_end:
-        keys_.pop_back();
+      case json::parse_event_t::array_end:
+        open_.pop_back();
         break;
-      case json::parse_event_t::key:
-        if (const auto& key = parsed.get_ref<const std::string&>(); !keys_.back().insert(key).second)
-          throw std::length_error(fmt::format("has the key '{}{}' twice",
-                                              std::string_view(key).substr(0, kLongestKey),
-                                              key.size() > kLongestKey ? "..." : ""));
+      case json::parse_event_t::key: {
+        Open& object = open_.back();
+        const auto [key, is_new] = object.keys.insert(parsed.get_ref<const std::string&>());
+        if (!is_new) throw std::length_error(fmt::format("has the key '{}' twice", shortened(*key)));
+        object.key = &*key;
+        count(object);
         break;
-      default:
+      }
+      case json::parse_event_t::value:
+        count_in_list();
         break;
     }
     return true;
   }
 
  private:
-  std::vector<std::set<std::string>> keys_;
+  struct Open {
+    bool list = false;
+    int64_t elements = 0;
+    std::set<std::string> keys = {};
+    const std::string* key = nullptr;  ///< the last
+  };
+
+  static std::string shortened(const std::string& key) {
+    return key.size() > kLongestKey ? key.substr(0, kLongestKey) + "..." : key;
+  }
+  void count_in_list() {
+    if (!open_.empty() && open_.back().list) count(open_.back());
+  }
+  void count(Open& container) {
+    if (++container.elements <= max_elements_) return;
+    throw TooMany(fmt::format("{}has more than {} elements, which is the limit", path(), max_elements_));
+  }
+  /// "prompt[3] " of the innermost that is open; empty for the whole.
+  std::string path() const {
+    std::string path;
+    for (size_t i = 0; i + 1 < open_.size(); ++i) {
+      if (open_[i].list)
+        path += fmt::format("[{}]", open_[i].elements - 1);
+      else
+        path += (path.empty() ? "" : ".") + shortened(*open_[i].key);
+    }
+    return path.empty() ? path : path + " ";
+  }
+
+  const int64_t max_elements_;
+  std::vector<Open> open_;
 };
 
 }  // namespace
 
-Result<json> parse_json_object(std::string_view place, std::string_view text) {
+Result<json> parse_json_object(std::string_view place, std::string_view text, int64_t max_elements) {
   try {
     // The parser copies its callback, which is why the guard is referred to.
-    Guard guard;
+    Guard guard(max_elements);
     json value = json::parse(text, [&guard](int depth, json::parse_event_t event, json& parsed) {
       return guard(depth, event, parsed);
     });
@@ -60,6 +102,8 @@ Result<json> parse_json_object(std::string_view place, std::string_view text) {
   } catch (const json::exception& e) {
     // The library's text quotes the input; a long or binary quotation helps nobody.
     return invalid_argument("{}: is not valid JSON: {}", place, std::string_view(e.what()).substr(0, 200));
+  } catch (const TooMany& e) {
+    return error(Code::resource_exhausted, "{}: {}", place, e.what());
   } catch (const std::length_error& e) {
     return invalid_argument("{}: {}", place, e.what());
   }

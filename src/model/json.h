@@ -12,8 +12,11 @@
 namespace vivace::model {
 
 /// Parses `text`, which must be one JSON object. `place` ("config.json") starts every message.
-/// Refused: malformed text, invalid UTF-8, more than 64 levels, a key that occurs twice in one object.
-Result<nlohmann::json> parse_json_object(std::string_view place, std::string_view text);
+/// Refused: malformed text, invalid UTF-8, more than 64 levels, a key that occurs twice in one object. A list or an object
+/// with more than `max_elements` is resource_exhausted as soon as there is one too many, before memory holds the rest; the
+/// message names it ("config.json: prompt[3] has ...").
+Result<nlohmann::json> parse_json_object(std::string_view place, std::string_view text,
+                                         int64_t max_elements = INT64_MAX);
 
 /// Typed reads of one object's fields. The first failure is kept and later reads return their defaults, so
 /// that a reader lists its fields and asks for status() once. A field whose value is null counts as absent.

@@ -135,8 +135,9 @@ Result<Source> open_source(const std::string& folder) {
     VIVACE_TRY_ASSIGN(std::shared_ptr<MappedFile> file, MappedFile::open(path));
     Result<std::vector<SafetensorsEntry>> entries = parse_safetensors(file->bytes());
     if (!entries.ok()) return entries.status().at(path);
-    std::erase_if(*entries,
-                  [&](const SafetensorsEntry& e) { return !listed.empty() && !listed.contains(e.name); });
+    std::erase_if(*entries, [&listed = listed](const SafetensorsEntry& e) {
+      return !listed.empty() && !listed.contains(e.name);
+    });
     for (const SafetensorsEntry& entry : *entries) source.bytes += static_cast<int64_t>(entry.data.size());
     source.files.push_back(std::move(file));
     source.entries.push_back(std::move(*entries));

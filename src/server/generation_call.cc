@@ -96,6 +96,9 @@ std::optional<ApiError> GenerationCall::submit_all() {
     include_usage_ = request.include_usage;
     keep_tokens_ = request.logprobs || kind_ == ApiKind::generate;
     choices_.resize(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i)  // for the log of a request that does not come to its end
+      choices_[static_cast<size_t>(i)].usage.prompt_tokens =
+          std::ssize(prompts[static_cast<size_t>(i / request.n)].ids);
     times_.resize(static_cast<size_t>(count));
     open_choices_ = count;
   }

@@ -102,6 +102,19 @@ std::string head_of(const HttpResponse& response, bool close) {
   return head;
 }
 
+/// "/health" of "/health?x=1", and of "http://host/health?x=1": the form that a proxy is asked in, which every server takes.
+std::string path_of(std::string_view target) {
+  for (const std::string_view scheme : {"http://", "https://"}) {
+    if (!beast::iequals({target.data(), std::min(target.size(), scheme.size())},
+                        {scheme.data(), scheme.size()}))
+      continue;
+    const size_t end = target.find_first_of("/?", scheme.size());
+    target = end == target.npos ? std::string_view() : target.substr(end);
+    if (!target.starts_with('/')) return "/";
+  }
+  return std::string(target.substr(0, target.find('?')));
+}
+
 class Connection;
 class ServerImpl;
 
@@ -401,7 +414,7 @@ void Connection::dispatch() {
   HttpRequest request;
   request.method = std::string(message.method_string());
   const auto target = message.target();
-  request.path = std::string(target.substr(0, target.find('?')));
+  request.path = path_of({target.data(), target.size()});
   request.authorization = std::string(message[http::field::authorization]);
   request.request_id = std::string(message["x-request-id"]);
   request.body = std::move(message.body());

@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
 struct HttpRequest {
-  std::string method, path;  ///< `path` is without its query
+  std::string method, path;  ///< `path` is without scheme, host and query
   std::string authorization, request_id;
   std::string body;
   std::string peer;  ///< address and port

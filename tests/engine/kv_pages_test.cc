@@ -124,7 +124,8 @@ TEST(KvPages, ACopyOfACachedPageIsGivenUpForIt) {
   pages.publish(a, "", count_from(0, 8));
   pages.publish(b, "", count_from(0, 8));
   EXPECT_EQ(pages.free_pages(), 4);
-  EXPECT_EQ(b.pages, (Tokens{a.pages[0], a.pages[1], last_of_b})) << "a page that is not full is its chain's own";
+  EXPECT_EQ(b.pages, (Tokens{a.pages[0], a.pages[1], last_of_b}))
+      << "a page that is not full is its chain's own";
   EXPECT_EQ(pages.sole_pages(b), 1);
   EXPECT_AUDIT(pages, &a, &b);
   pages.release(a);
@@ -139,7 +140,8 @@ TEST(KvPages, WhatIsComputedAgainTakesPagesUsedBefore) {
   KvPages pages({.pages = 64, .page_tokens = 4});
   const Tokens ids = count_from(0, 40);
   for (int round = 0; round < 3; ++round) {
-    PageChain chain = pages.take(pages.find("", ids, 3));  // a prompt too short for a hit, then a token at a time
+    PageChain chain =
+        pages.take(pages.find("", ids, 3));  // a prompt too short for a hit, then a token at a time
     for (int64_t tokens = 1; tokens <= 40; ++tokens) {
       ASSERT_TRUE(pages.grow(chain, (tokens + 3) / 4));
       for (const int32_t page : chain.pages) EXPECT_LE(page, 10) << "one more than the first round had";

@@ -1,5 +1,6 @@
 #include "src/server/api.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <tuple>
@@ -68,6 +69,47 @@ TEST(Api, IdsThatCannotFitAreRefusedByTheirCount) {
     EXPECT_TRUE(error.message.starts_with(name + " has 4 tokens, which leaves no room")) << error.message;
   }
   EXPECT_TRUE(std::holds_alternative<ApiRequest>(parse(ApiKind::completions, R"({"prompt":[1,2,3]})")));
+}
+
+TEST(Api, LongListsAreRefusedWhereTheyBecomeTooLong) {
+  // What comes after the element that is one too many is not even JSON: nobody reads it.
+  const auto list = [](int64_t elements) {
+    std::string text = "[0";
+    for (int64_t i = 1; i < elements; ++i) text += ",0";
+    return text;
+  };
+  const auto refused = [](ApiKind kind, const std::string& body) {
+    const auto result = parse_request(kind, body, {.model = "m", .vocab = kVocab, .max_model_len = 5000});
+    EXPECT_TRUE(std::holds_alternative<ApiError>(result));
+    return std::holds_alternative<ApiError>(result) ? std::get<ApiError>(result) : ApiError{};
+  };
+  for (const auto& [kind, body, param, name, code] :
+       std::vector<std::tuple<ApiKind, std::string, std::string, std::string, std::string>>{
+           {ApiKind::completions, "{\"prompt\":" + list(5001), "prompt", "prompt", "context_length_exceeded"},
+           {ApiKind::completions, "{\"prompt\":[[1]," + list(5001), "prompt", "prompt[1]",
+            "context_length_exceeded"},
+           {ApiKind::generate, "{\"input_ids\":" + list(5001), "input_ids", "input_ids",
+            "context_length_exceeded"},
+           {ApiKind::chat, "{\"messages\":" + list(5001), "messages", "messages", "invalid_value"},
+           {ApiKind::chat, "{\"x\":{\"y\":[1,2,{\"z\":" + list(5001), "x", "x.y[2].z", "invalid_value"}}) {
+    const ApiError error = refused(kind, body);
+    EXPECT_EQ(error.status, 400);
+    EXPECT_EQ(error.code, code);
+    EXPECT_EQ(error.param, param);
+    EXPECT_EQ(error.message,
+              name + (code == "invalid_value"
+                          ? " has more than 5000 elements, which is the limit"
+                          : " has more than 5000 elements: the context holds 5000 tokens, prompt "
+                            "and answer together"));
+  }
+  std::string many = "{\"x0\":0";
+  for (int i = 1; i <= 5000; ++i) many += fmt::format(",\"x{}\":0", i);
+  EXPECT_EQ(refused(ApiKind::chat, many).message,
+            "the body: has more than 5000 elements, which is the limit");
+  // One fewer is read to its end.
+  EXPECT_EQ(refused(ApiKind::completions, "{\"prompt\":" + list(5000)).code, "invalid_json");
+  EXPECT_TRUE(refused(ApiKind::completions, "{\"prompt\":" + list(5000) + "]}")
+                  .message.starts_with("prompt has 5000 tokens"));
 }
 
 TEST(Api, DefaultsAreThoseOfTheApi) {
