@@ -8,6 +8,7 @@ import socket
 import time
 
 from server import Case, SANITIZED, SLOWER, Server, main
+from streaming import connect, events, http
 
 TOKENS = 64
 CLIENTS = {"good": 140, "slow": 20, "gone": 20, "garbage": 20}
@@ -20,29 +21,6 @@ GARBAGE = [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)), 
            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
            b"GET /" + b"a" * 100_000, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000,
            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 6000\r\n\r\n" + b"[" * 6000]
-
-
-def http(body):
-    content = json.dumps(body).encode()
-    return (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-            "\r\n").encode() + content
-
-
-async def connect(port):
-    return await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-
-
-async def events(reader):
-    """Payloads of the events of a stream; ConnectionError when it is cut."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200 "):
-        raise ConnectionError(head.decode("latin-1"))
-    while True:
-        size = int((await reader.readuntil(b"\r\n")).strip(), 16)
-        chunk = await reader.readexactly(size + 2)
-        if size == 0:
-            return
-        yield chunk[6:-4].decode("utf-8")
 
 
 async def read_stream(port, body):

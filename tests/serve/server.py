@@ -16,7 +16,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "cli"))
 
-from vivace import BINARY, Case, QWEN, ROOT, SANITIZED, SMOLLM2, main  # noqa: E402,F401
+from vivace import BINARY, Case, DATA, QWEN, ROOT, SANITIZED, SMOLLM2, main  # noqa: E402,F401
 
 SLOWER = 10 if SANITIZED else 1  # what limits on time are multiplied by
 
