@@ -39,12 +39,14 @@ class Response:
 
 
 class Server:
-    """`vivace serve` on a free port, ended when the `with` block is left."""
+    """`vivace serve` on a free port, ended when the `with` block is left. VIVACE_SERVE_OPTIONS has more options, such as
+    "--device cuda"."""
 
     def __init__(self, *args, model=QWEN, descriptors=None, port=None):
         self.port = port or free_port()
         self.log = tempfile.TemporaryFile("w+b")
-        command = [BINARY, "serve", "--model", model, "--host", "127.0.0.1", "--port", self.port, *args]
+        command = [BINARY, "serve", "--model", model, "--host", "127.0.0.1", "--port", self.port, *args,
+                   *os.environ.get("VIVACE_SERVE_OPTIONS", "").split()]
 
         def limit():
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))

@@ -1,0 +1,144 @@
+// Input: the bytes that a client sends to a server before it leaves. What comes back is nothing or HTTP, and once the
+// client is gone the server has neither a connection nor a request nor a page of it.
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "src/engine/engine.h"
+#include "src/server/server.h"
+#include "tests/fuzz/served_model.h"
+
+namespace {
+
+using namespace vivace;          // NOLINT: a fuzz target
+using namespace vivace::server;  // NOLINT
+
+constexpr int64_t kVocab = 4096;
+
+/// Draws a token that depends on the last one of each request.
+class Runner final : public engine::Runner {
+ public:
+  Status enqueue(const engine::StepInput& input) override {
+    drawn_.clear();
+    for (const engine::SampleSlot& slot : input.samples) {
+      const int32_t last = input.token_ids[static_cast<size_t>(slot.row)];
+      drawn_.push_back({.id = static_cast<int32_t>((last * int64_t{2654435761} + slot.position) % kVocab)});
+    }
+    return {};
+  }
+  Status finish(std::vector<engine::Sampled>& sampled) override {
+    sampled = drawn_;
+    return {};
+  }
+  bool overlaps() const override { return false; }
+  int64_t vocab() const override { return kVocab; }
+  int64_t max_model_len() const override { return 64; }
+  int64_t pages() const override { return 256; }
+  int64_t page_tokens() const override { return 4; }
+  std::span<const int32_t> eos_ids() const override { return eos_; }
+  Dispatch& dispatch() override { return dispatch_; }
+
+ private:
+  const std::vector<int32_t> eos_ = {2};
+  std::vector<engine::Sampled> drawn_;
+  Dispatch dispatch_;
+};
+
+struct Rig {
+  ServedModel model = fuzz::served_model();
+  std::unique_ptr<Engine> engine = fuzz::value_or_abort(
+      engine::make_engine(std::make_unique<Runner>(), model.tokenizer, {},
+                          {.on_plan = {}, .on_audit = [](const Status& status) { check(status.ok()); }}));
+  std::unique_ptr<Server> server = fuzz::value_or_abort(Server::start(options(), model, *engine));
+
+  static void check(bool holds) {
+    if (!holds) __builtin_trap();
+  }
+  static ServerOptions options() {
+    ServerOptions options;
+    options.http.port = 0;
+    options.http.io_threads = 1;
+    options.http.max_header = 4096;
+    options.http.max_body = 1 << 16;
+    options.workers = 1;
+    options.log = LogLevel::off;
+    return options;
+  }
+  /// Nothing is left of any client.
+  bool idle() const {
+    const EngineStats s = engine->stats();
+    return server->http_stats().open == 0 && s.running == 0 && s.waiting == 0 &&
+           s.pages_free + s.pages_cached == s.pages_total;
+  }
+};
+
+int connect_to(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  const linger now{.l_onoff = 1, .l_linger = 0};  // so that a million connections leave no port behind
+  setsockopt(fd, SOL_SOCKET, SO_LINGER, &now, sizeof now);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address);
+  return fd;
+}
+
+/// Sends all and reads what comes until nothing has come for a while, then ends its side and reads the rest.
+std::string talk(int port, std::string_view bytes) {
+  constexpr int kQuietMs = 2, kLongestMs = 10'000;
+  const int fd = connect_to(port);
+  std::string answer;
+  char buffer[4096];
+  bool ended = false;
+  while (true) {
+    pollfd wait{.fd = fd, .events = static_cast<short>(POLLIN | (bytes.empty() ? 0 : POLLOUT)), .revents = 0};
+    if (poll(&wait, 1, ended || !bytes.empty() ? kLongestMs : kQuietMs) == 0) {
+      Rig::check(!ended && bytes.empty());  // the server neither reads nor ends the connection
+      shutdown(fd, SHUT_WR);
+      ended = true;
+      continue;
+    }
+    if (wait.revents & POLLIN) {
+      const ssize_t n = recv(fd, buffer, sizeof buffer, 0);
+      if (n <= 0) break;
+      answer.append(buffer, static_cast<size_t>(n));
+    } else if (wait.revents & (POLLERR | POLLHUP)) {
+      break;
+    } else if (wait.revents & POLLOUT) {
+      const ssize_t n = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      if (n <= 0) break;
+      bytes.remove_prefix(static_cast<size_t>(n));
+    }
+  }
+  close(fd);
+  return answer;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static Rig& rig = *new Rig;
+  const std::string answer =
+      talk(rig.server->port(), std::string_view(reinterpret_cast<const char*>(data), size));
+  Rig::check(answer.empty() || answer.starts_with("HTTP/1.1 "));
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  while (!rig.idle()) {
+    Rig::check(std::chrono::steady_clock::now() < end);
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return 0;
+}
