@@ -9,9 +9,9 @@ import json
 import pathlib
 import struct
 
-END = "<|end|>"
+BEGIN, END = "<|begin|>", "<|end|>"
 WIDTH = 320  # of the vocabulary and of a unit vector: 256 bytes, the end token, chains' own tokens
-END_ID = 256
+END_ID, BEGIN_ID = 256, WIDTH - 1
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -22,8 +22,9 @@ def spelled(token):
     return "".join(chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in token)
 
 
-def write_chain_model(folder, *chains, context=4096):
-    """Writes config, tokenizer and weights to `folder`; returns a function that gives a token's id."""
+def write_chain_model(folder, *chains, context=4096, begins=False):
+    """Writes config, tokenizer and weights to `folder`; returns a function that gives a token's id. `begins`: the tokenizer puts a
+    token before a text, and what the first chain generates is what follows that token, too."""
     folder = pathlib.Path(folder)
     ids = {bytes([byte]): byte for byte in range(256)}
     follows = list(range(WIDTH))
@@ -32,15 +33,17 @@ def write_chain_model(folder, *chains, context=4096):
             ids.setdefault(token, len(ids) + 1)
         for token, after in zip(chain, [*chain[1:], None]):
             follows[ids[token]] = END_ID if after is None else ids[after]
-    assert max(ids.values()) < WIDTH and sum(len(set(chain)) for chain in chains) == len({t for c in chains for t in c})
+    if begins:
+        follows[BEGIN_ID] = ids[chains[0][1]]
+    assert max(ids.values()) < BEGIN_ID and sum(len(set(chain)) for chain in chains) == len({t for c in chains for t in c})
 
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_size": WIDTH,
               "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 5, "num_key_value_heads": 5,
               "head_dim": 64, "vocab_size": WIDTH, "max_position_embeddings": context, "rms_norm_eps": 1e-6,
               "rope_theta": 10000.0, "tie_word_embeddings": False, "eos_token_id": END_ID}
     tokenizer = {"version": "1.0", "normalizer": None, "post_processor": None,
-                 "added_tokens": [{"id": END_ID, "content": END, "single_word": False, "lstrip": False, "rstrip": False,
-                                   "normalized": False, "special": True}],
+                 "added_tokens": [{"id": number, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
+                                   "normalized": False, "special": True} for number, text in ((END_ID, END), (BEGIN_ID, BEGIN))],
                  "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
                  "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
                  "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
@@ -48,7 +51,8 @@ def write_chain_model(folder, *chains, context=4096):
                            "vocab": {spelled(token): number for token, number in ids.items()}, "merges": []}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END, "bos_token": BEGIN,
+                                                              "add_bos_token": begins}))
 
     def matrix(rows, columns, ones=()):
         values = bytearray(4 * rows * columns)

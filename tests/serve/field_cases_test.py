@@ -103,6 +103,19 @@ class Requests(ServerCase):
         mixed = self.server.complete(prompt=["!", "x!"]).json["choices"]
         self.assertEqual([(c["index"], c["text"]) for c in sorted(mixed, key=lambda c: c["index"])], [(0, "abc"), (1, "abc")])
 
+    # https://github.com/vllm-project/vllm/issues/7283: an empty prompt is one token where a text begins with one, and none elsewhere.
+    def test_H31_empty_prompt_after_a_token_that_begins_texts(self):
+        with tempfile.TemporaryDirectory() as folder:
+            write_chain_model(folder, [b"!", b"a", b"b", b"c"], begins=True)
+            with Server("--threads", 1, model=folder) as server:
+                for prompt, texts, tokens in [("", ["abc"], 1), ([""], ["abc"], 1), (["", "!"], ["abc", "abc"], 3)]:
+                    got = server.complete(prompt=prompt).json
+                    self.assertEqual(sorted(choice["text"] for choice in got["choices"]), texts)
+                    self.assertEqual(got["usage"]["prompt_tokens"], tokens)
+                self.refused(server.complete(prompt=[]), 400, "prompt")
+                self.refused(server.complete(prompt="", add_special_tokens=False), 400, "prompt has 0 tokens")
+                self.assertEqual(server.get("/health").status, 200)
+
     # https://github.com/vllm-project/vllm/issues/6521: max_tokens 0 with echo, to score a prompt, takes the server down.
     def test_H32_no_tokens_at_all(self):
         for body in ({"echo": True}, {"echo": False}, {"echo": True, "logprobs": 1}, {"logprobs": 1}):
