@@ -201,6 +201,8 @@ class Soak:
     async def client(self):
         while not self.over:
             await self.go.wait()
+            if self.over or not self.go.is_set():  # a pause has begun since the event was set
+                continue
             self.active += 1
             try:
                 await self.rng.choices([self.stay, self.leave, self.babble], [75, 18, 7])[0]()
