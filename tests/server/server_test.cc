@@ -9,6 +9,7 @@
 #include <sstream>
 #include <thread>
 
+#include "tests/model/sanitizer.h"
 #include "tests/server/rig.h"
 
 // The server as clients meet it.
@@ -1028,7 +1029,9 @@ TEST(Server, ManyClientsOfAllKinds) {
     EXPECT_TRUE(rig.eventually([&] { return rig.server().http_stats().open == 0; }));
     memory.push_back(resident_bytes());
   }
-  EXPECT_LT(memory[1] - memory[0], 16 << 20);
+  if (!kSanitized) {  // which keeps freed memory back
+    EXPECT_LT(memory[1] - memory[0], 16 << 20);
+  }
 }
 
 }  // namespace
