@@ -75,15 +75,21 @@ class Server:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(60 * SLOWER)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.log.close()
+    def __exit__(self, failure, *_):
+        """A server that does not end well when it is asked to is a failure, unless there is one already; so are leaks and races,
+        with which a sanitizer ends it."""
+        with self.log:
+            ended = self.process.poll() is None
+            if ended:
+                self.process.send_signal(signal.SIGTERM)
+                try:
+                    self.process.wait(60 * SLOWER)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+                    self.process.wait()
+            expected = (0,) if ended else (0, -signal.SIGKILL)  # the test's own
+            if not failure and self.process.returncode not in expected:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.output()[-4000:]}")
 
     def output(self):
         self.log.seek(0)

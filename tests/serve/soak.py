@@ -300,7 +300,7 @@ def main():
         print(f"LOST: {lost}", file=sys.stderr)
         return 1
     finally:
-        soak.server.__exit__()
+        soak.server.__exit__(*sys.exc_info())
         print(json.dumps({**soak.counts, **soak.totals}, indent=1))
     if not all(soak.totals.values()) or not soak.counts["left"]:
         print("nothing was preempted, cancelled or finished: this was no soak", file=sys.stderr)
