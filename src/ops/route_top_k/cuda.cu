@@ -4,7 +4,7 @@
 //   bytes  4 E + 8 k   in the L2: router_gemm has just written the logits
 //   flops  about 18 E  the exponential; then k scans of E / 32 keys per lane, latency rather than a roof
 //
-// A warp per token. Choices are integers that order as the floats do, so no expert is chosen twice, whatever the logits
+// A warp per token, its keys in registers. Choices are integers that order as the floats do, so no expert is chosen twice, whatever the logits
 // are; ties fall to the lower id because the second of two warp reductions takes the smallest.
 
 #include <algorithm>
@@ -35,6 +35,11 @@ struct Params {
   bool renormalise;
 };
 
+/// Words of shared memory that a warp takes.
+__host__ __device__ inline int warp_words(const Params& p) {
+  return p.experts + p.top_k + (p.groups > 1 ? p.groups + p.experts : 0);
+}
+
 /// A number that orders as the float does, -0 equal to 0 and NaN below all.
 __device__ __forceinline__ uint32_t key_of(float v) {
   if (v != v) return kNan;
@@ -57,41 +62,75 @@ __device__ __forceinline__ float weight_below(float v, float max) {
   return v == max ? 1.f : expf(v - max);
 }
 
-/// The index of the largest of `count` keys, the lowest of equals; it becomes taken. All lanes of the warp.
-__device__ __forceinline__ int take_largest(uint32_t* keys, int count, int lane) {
-  uint32_t best = kTaken;
-  int at = count;
-  for (int i = lane; i < count; i += 32) {
-    if (keys[i] > best) best = keys[i], at = i;
-  }
+/// The index of the largest of all lanes' `best`, the lowest of equals.
+__device__ __forceinline__ int index_of_largest(uint32_t best, int index) {
   const uint32_t largest = __reduce_max_sync(kAllLanes, best);
-  const int winner = static_cast<int>(
-      __reduce_min_sync(kAllLanes, best == largest ? static_cast<unsigned>(at) : 0xffffffffu));
-  __syncwarp();  // all have read
-  if (winner < count && lane == 0) keys[winner] = kTaken;
-  __syncwarp();
-  return winner;
+  return static_cast<int>(
+      __reduce_min_sync(kAllLanes, best == largest ? static_cast<unsigned>(index) : 0xffffffffu));
 }
 
+/// Takes the largest of the groups' keys, `times` times: they become taken. All lanes of the warp.
+__device__ __forceinline__ void take_groups(uint32_t* keys, int groups, int times, int lane) {
+  for (int t = 0; t < times; ++t) {
+    uint32_t best = kTaken;
+    int at = groups;
+    for (int g = lane; g < groups; g += 32) {
+      if (keys[g] > best) best = keys[g], at = g;
+    }
+    const int winner = index_of_largest(best, at);
+    __syncwarp();  // all have read
+    if (winner < groups && lane == 0) keys[winner] = kTaken;
+    __syncwarp();
+  }
+}
+
+/// The key of a group: the sum of its two largest choices.
+__device__ __forceinline__ uint32_t group_key(const uint32_t* keys, int size) {
+  uint32_t first = kTaken, second = kTaken;
+  for (int e = 0; e < size; ++e) {
+    const uint32_t key = keys[e];
+    if (key > first) {
+      second = first;
+      first = key;
+    } else if (key > second) {
+      second = key;
+    }
+  }
+  float value = first == kTaken ? 0.f : value_of(first);
+  if (second != kTaken) value += value_of(second);
+  return key_of(value);
+}
+
+/// A lane has experts lane, lane + 32, ... up to kPerLane of them, in registers.
+template <int kPerLane>
 __global__ __launch_bounds__(kMostWarps * 32) void route_top_k_kernel(const __grid_constant__ Params p) {
   extern __shared__ uint32_t shared[];
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = int64_t{blockIdx.x} * warps + warp;
   if (token >= p.tokens) return;
-  // Of this warp alone: keys, then scores, then the groups' keys whose place the chosen ids take later.
-  uint32_t* keys = shared + warp * (2 * p.experts + max(p.groups, p.top_k));
-  float* scores = reinterpret_cast<float*>(keys + p.experts);
-  uint32_t* group_keys = keys + 2 * p.experts;
+  // Of this warp alone: what weights are made from, the chosen ids, and with groups their keys and the experts'.
+  float* kept = reinterpret_cast<float*>(shared + warp * warp_words(p));
+  int* chosen = reinterpret_cast<int*>(kept + p.experts);
+  uint32_t *group_keys = shared + warp * warp_words(p) + p.experts + p.top_k,
+           *expert_keys = group_keys + p.groups;
+  const bool softmax_chosen = p.scoring == RouteScoring::softmax_chosen;
+  const bool by_score = p.bias != nullptr || p.groups > 1;
   const float* source = p.scores + token * p.scores_stride;
   wait_for_previous_kernel();
+  let_next_kernel_start();
 
   const int64_t live_tokens = p.live_tokens != nullptr ? *p.live_tokens : p.tokens;
+  uint32_t keys[kPerLane];
+  float scores[kPerLane];
   float largest = -INFINITY;
-  for (int e = lane; e < p.experts; e += 32) {
-    const float v = source[e];
-    keys[e] = key_of(v);
-    scores[e] = logit_of(v);
-    largest = fmaxf(largest, scores[e]);
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int e = lane + 32 * i;
+    const float v = e < p.experts ? source[e] : -INFINITY;
+    keys[i] = e < p.experts ? key_of(v) : kTaken;
+    scores[i] = logit_of(v);
+    largest = fmaxf(largest, scores[i]);
+    if (softmax_chosen && e < p.experts) kept[e] = scores[i];
   }
   if (token >= live_tokens) {  // asked here, so that the number arrives together with the logits
     for (int j = lane; j < p.top_k; j += 32) {
@@ -103,69 +142,72 @@ __global__ __launch_bounds__(kMostWarps * 32) void route_top_k_kernel(const __gr
   }
   float factor = 1.f;  // scores hold weights up to this factor
   if (p.scoring == RouteScoring::sigmoid) {
-    for (int e = lane; e < p.experts; e += 32) scores[e] = __fdiv_rn(1.f, 1.f + expf(-scores[e]));
-  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) scores[i] = __fdiv_rn(1.f, 1.f + expf(-scores[i]));
+  } else if (!softmax_chosen || by_score) {
     largest = warp_reduce<Max>(largest);
     float sum = 0.f;
-    for (int e = lane; e < p.experts; e += 32) {
-      scores[e] = weight_below(scores[e], largest);
-      sum += scores[e];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      scores[i] = weight_below(scores[i], largest);
+      if (lane + 32 * i < p.experts) sum += scores[i];
     }
     factor = 1.f / warp_reduce<Sum>(sum);
   }
-  if (p.bias != nullptr || p.groups > 1) {
-    for (int e = lane; e < p.experts; e += 32) {
-      if (keys[e] == kNan) continue;
-      keys[e] = key_of(scores[e] * factor + (p.bias != nullptr ? p.bias[e] : 0.f));
-    }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int e = lane + 32 * i;
+    if (e >= p.experts) continue;
+    if (!softmax_chosen) kept[e] = scores[i];
+    if (by_score && keys[i] != kNan)
+      keys[i] = key_of(scores[i] * factor + (p.bias != nullptr ? p.bias[e] : 0.f));
+    if (p.groups > 1) expert_keys[e] = keys[i];
   }
-  __syncwarp();
 
   if (p.groups > 1) {
     const int size = p.experts / p.groups;
-    for (int g = lane; g < p.groups; g += 32) {
-      uint32_t first = kTaken, second = kTaken;
-      for (int e = g * size; e < (g + 1) * size; ++e) {
-        const uint32_t key = keys[e];
-        if (key > first) {
-          second = first;
-          first = key;
-        } else if (key > second) {
-          second = key;
-        }
-      }
-      float value = first == kTaken ? 0.f : value_of(first);
-      if (second != kTaken) value += value_of(second);
-      group_keys[g] = key_of(value);
-    }
     __syncwarp();
-    for (int i = 0; i < p.top_groups; ++i) take_largest(group_keys, p.groups, lane);
-    for (int e = lane; e < p.experts; e += 32) {
-      if (group_keys[e / size] != kTaken) keys[e] = kTaken;  // its group was not taken
-    }
+    for (int g = lane; g < p.groups; g += 32) group_keys[g] = group_key(expert_keys + g * size, size);
     __syncwarp();
+    take_groups(group_keys, p.groups, p.top_groups, lane);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int e = lane + 32 * i;
+      if (e < p.experts && group_keys[e / size] != kTaken) keys[i] = kTaken;  // its group was not taken
+    }
   }
 
-  int* chosen = reinterpret_cast<int*>(group_keys);
-  float chosen_max = -INFINITY;
   for (int j = 0; j < p.top_k; ++j) {
-    const int e = take_largest(keys, p.experts, lane);
-    if (lane == 0) chosen[j] = e;
-    chosen_max = fmaxf(chosen_max, logit_of(source[e]));
+    uint32_t best = keys[0];
+    int at = lane;
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) {
+      if (keys[i] > best) best = keys[i], at = lane + 32 * i;
+    }
+    const int winner = index_of_largest(best, at);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (lane + 32 * i == winner) keys[i] = kTaken;
+    }
+    if (lane == 0) chosen[j] = winner;
   }
   __syncwarp();
 
   // The weights, in float64: a few operations per choice, and a scale of any size times a weight of 0 stays 0.
-  const bool softmax_chosen = p.scoring == RouteScoring::softmax_chosen;
+  float chosen_max = -INFINITY;
+  if (softmax_chosen) {
+    for (int j = lane; j < p.top_k; j += 32) chosen_max = fmaxf(chosen_max, kept[chosen[j]]);
+    chosen_max = warp_reduce<Max>(chosen_max);
+  }
   const auto weight_of = [&](int e) {
-    return softmax_chosen ? double{weight_below(logit_of(source[e]), chosen_max)}
-                          : double{scores[e]} * factor;
+    return softmax_chosen ? double{weight_below(kept[e], chosen_max)} : double{kept[e]} * factor;
   };
-  double sum = 0;
-  for (int j = lane; j < p.top_k; j += 32) sum += weight_of(chosen[j]);
-  sum = warp_sum(sum);
-  const double scale = p.renormalise || softmax_chosen ? p.scale / (sum + kRenormaliseEps) : p.scale;
-  let_next_kernel_start();
+  double scale = p.scale;
+  if (p.renormalise || softmax_chosen) {
+    double sum = 0;
+    for (int j = lane; j < p.top_k; j += 32) sum += weight_of(chosen[j]);
+    scale /= warp_sum(sum) + kRenormaliseEps;
+  }
   double zero_weight = 0;
   for (int j = lane; j < p.top_k; j += 32) {
     const int e = chosen[j];
@@ -208,9 +250,12 @@ Status route_top_k_cuda(const RouteTopKArgs& args, const Stream& stream) {
   const int64_t warps = experts <= kMaxRouteExperts ? kMostWarps : 1;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>((tokens + warps - 1) / warps)),
                           .block = dim3(static_cast<unsigned>(32 * warps)),
-                          .smem_bytes = warps * 4 * (2 * experts + std::max(args.groups, top_k)),
+                          .smem_bytes = warps * 4 * warp_words(params),
                           .overlap_previous = true};
-  return launch("route_top_k", route_top_k_kernel, shape, stream, params);
+  const auto kernel = experts <= 256   ? route_top_k_kernel<8>
+                      : experts <= 768 ? route_top_k_kernel<24>
+                                       : route_top_k_kernel<128>;
+  return launch("route_top_k", kernel, shape, stream, params);
 }
 
 }  // namespace vivace
