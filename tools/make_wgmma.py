@@ -34,6 +34,13 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+/// Behind a wait: accumulators are read after this, not before. To the compiler they are ordinary registers.
+template <int kCount>
+__device__ __forceinline__ void hold_products(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 /// A K-major operand in shared memory: rows of 128 bytes with the 128-byte swizzle that tensor maps write, 1024-byte
 /// aligned groups of 8 rows. Advancing along K inside the 128 bytes adds the byte offset to `p`.
 __device__ __forceinline__ uint64_t swizzled_operand(const void* p) {

@@ -176,6 +176,15 @@ __device__ __forceinline__ void tensor_load(void* destination, const CUtensorMap
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
+__device__ __forceinline__ void tensor_load(void* destination, const CUtensorMap* map, Barrier* barrier,
+                                            int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
+      "%5, %6, %7}], "
+      "[%2];" ::"r"(shared_address(destination)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
 /// What is read once: the first to leave the L2.
 __device__ __forceinline__ uint64_t read_once_policy() {
   uint64_t policy;

@@ -303,7 +303,9 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
       VIVACE_TRY(run(l, RouterGemmArgs{.x = normed,
                                        .weight = weights.router,
                                        .weight_version = weights.router.version,
-                                       .scores = scores}));
+                                       .scores = scores,
+                                       .batch_invariant = graph.deterministic,
+                                       .weight_ready = true}));
       VIVACE_TRY(
           run(l, RouteTopKArgs{.scores = scores,
                                .correction_bias = weights.expert_bias,

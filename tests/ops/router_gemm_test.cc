@@ -1,7 +1,13 @@
+#include <algorithm>
 #include <bit>
+#include <functional>
+#include <numeric>
 #include <random>
+#include <set>
+#include <span>
 
 #include "src/ops/router_gemm/cases.h"
+#include "src/ops/router_gemm/sm90_plan.h"
 #include "src/ops/router_gemm/table.h"
 #include "tests/ops/op_test.h"
 
@@ -12,7 +18,7 @@ namespace {
 double represented(const RouterWeight& w, int64_t e, int64_t k) {
   double value = 0;
   for (int i = 0; i < w.term_count; ++i) {
-    value += double{load(DType::bf16, w.terms[i].at(e).data, k)} * kRouterTermScale[i];
+    value += double{load(DType::bf16, w.terms[i].at(e).data, k)} * router_term_scale(w, i);
   }
   return value;
 }
@@ -50,6 +56,14 @@ Oracle oracle(const RouterGemmArgs& args) {
   return result;
 }
 
+/// At most 16 products in one fp32 lane, and two roundings of each product without fused multiply-add; cuda.*: 10 for 16
+/// products of a tensor core, 3 to add up 32 of k and the terms, 1 after all. In sm90.* four such products of 16 are
+/// added on the tensor core, steps of 64 in fp32, and then up to 8 pieces.
+double roundings(std::string_view row, const RouterGemmCase& c) {
+  if (!row.starts_with("sm90.")) return 18;
+  return 4 * 10.5 + 2 + static_cast<double>((c.hidden + 63) / 64) + 3;
+}
+
 TEST(RouterGemm, EveryRowAgreesWithTheReference) {
   for (const RouterGemmCase& c : router_gemm_cases(CaseSize::test)) {
     SCOPED_TRACE(c.name);
@@ -63,10 +77,9 @@ TEST(RouterGemm, EveryRowAgreesWithTheReference) {
         const std::vector<double> scores = values_of(got.args.scores);
         ASSERT_EQ(scores.size(), want.scores.size());
         for (size_t i = 0; i < scores.size(); ++i) {
-          // At most 16 products in one fp32 lane, and two roundings of each product without fused multiply-add (GPU
-          // rows: 10 for 16 products of a tensor core, 3 to add up 32 of k and the terms, 1 after all);
-          // then the store (twice: a sum next to a rounding boundary may fall to its other side).
-          const double allowed = 18 * 0x1p-24 * want.magnitude[i] +
+          // Roundings of a sum as large as that of |x w|, then the store (twice: a sum next to a rounding boundary may
+          // fall to its other side).
+          const double allowed = roundings(row.name, c) * 0x1p-24 * want.magnitude[i] +
                                  2 * Bound::store(c.scores).relative * std::abs(want.scores[i]);
           ASSERT_LE(std::abs(scores[i] - want.scores[i]), allowed) << i;
         }
@@ -104,10 +117,44 @@ TEST(RouterWeight, ThreeTermsAreExactForEveryMagnitude) {
     values.push_back(-std::bit_cast<float>(0x7f7fffffu - bits));  // rounding to nearest would overflow
   }
   std::vector<uint8_t> storage;
-  const RouterWeight w = prepare(values, 1, RouterMode::exact, storage);
-  ASSERT_EQ(w.term_count, 3);
-  for (size_t k = 0; k < values.size(); ++k) {
-    ASSERT_EQ(represented(w, 0, static_cast<int64_t>(k)), values[k]) << std::bit_cast<uint32_t>(values[k]);
+  const auto expect_exact = [&](bool scaled) {
+    const RouterWeight w = prepare(values, 1, RouterMode::exact, storage);
+    ASSERT_EQ(w.term_count, 3);
+    EXPECT_EQ(w.scaled, scaled);
+    for (size_t k = 0; k < values.size(); ++k) {
+      ASSERT_EQ(represented(w, 0, static_cast<int64_t>(k)), values[k]) << std::bit_cast<uint32_t>(values[k]);
+    }
+  };
+  expect_exact(true);
+  std::erase_if(values, [](float v) { return v != 0 && std::abs(v) < 0x1p-110f; });
+  expect_exact(false);
+}
+
+TEST(RouterGemm, TermsThatAreScaledAndThoseThatAreNotGiveTheSameScores) {
+  const RouterGemmCase c{"", 5, 9, 96};
+  RouterGemmProblem shapes(c, 3);
+  shapes.args.weight.scaled = true;
+  const auto prepare_with = [](RouterGemmProblem& p, float first) {
+    p.weight.as<float>()[0] = first;
+    RouterWeightSource source{.weight = p.weight, .version = 3, .storage = p.storage};
+    source.weight.device = source.storage.device = Device::cpu;
+    const Result<RouterWeight> weight = prepare_router_weight(source);
+    ASSERT_TRUE(weight.ok());
+    p.args.weight.scaled = weight->scaled;
+  };
+  for (const Stream& stream : test_streams()) {
+    for_each_fitting_row(kRouterGemm, shapes.args, stream, [&](const auto& row) {
+      SCOPED_TRACE(row.name);
+      RouterGemmProblem plain(c, 3), scaled(c, 3);
+      prepare_with(plain, 0);
+      prepare_with(scaled, 0x1p-120f);  // beside the others it is too small to be seen
+      EXPECT_FALSE(plain.args.weight.scaled);
+      EXPECT_TRUE(scaled.args.weight.scaled);
+      ASSERT_OK(row.run(scaled.args, stream));
+      const std::vector<double> want = values_of(scaled.args.scores);
+      ASSERT_OK(row.run(plain.args, stream));
+      EXPECT_EQ(values_of(plain.args.scores), want);
+    });
   }
 }
 
@@ -188,19 +235,59 @@ TEST(RouterGemm, ATokenDoesNotDependOnItsCompany) {
 
 TEST(RouterGemm, EveryRowGivesATokenTheSameBitsInAnyCompany) {
   for (const DType x : {DType::bf16, DType::f32}) {
-    const RouterGemmCase c{"", 150, 41, 520, x};
-    const RouterGemmProblem shapes(c, 9);
+    const RouterGemmCase c{"", 640, 17, 520, x};
+    RouterGemmProblem shapes(c, 9);
+    shapes.args.batch_invariant = true;
     for (const Stream& stream : test_streams()) {
       for_each_fitting_row(kRouterGemm, shapes.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         RouterGemmProblem all(c, 9), few(c, 9);
         ASSERT_OK(row.run(all.args, stream));
-        for (const int64_t count : {1, 20, 100}) {
+        for (const int64_t count : {1, 20, 100, 300, 560}) {
           RouterGemmArgs args = few.args;
           args.x = few.args.x.rows(37, count);
           args.scores = few.args.scores.rows(37, count);
           ASSERT_OK(row.run(args, stream));
           ASSERT_EQ(values_of(args.scores), values_of(all.args.scores.rows(37, count))) << count;
+        }
+      });
+    }
+  }
+}
+
+/// The `count` largest of a row.
+std::set<int64_t> largest(std::span<const double> row, size_t count) {
+  std::vector<int64_t> order(row.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::partial_sort(order, order.begin() + static_cast<int64_t>(count),
+                            [&](int64_t a, int64_t b) { return row[a] != row[b] ? row[a] > row[b] : a < b; });
+  return {order.begin(), order.begin() + static_cast<int64_t>(count)};
+}
+
+// Where two logits are further apart than fp32 tells, the exact mode chooses as float64 does. two_term errs by the residual
+// of its weight.
+TEST(RouterGemm, EveryRowChoosesTheExpertsOfFloat64) {
+  constexpr size_t kTop = 8;
+  for (const RouterMode mode : {RouterMode::exact, RouterMode::two_term}) {
+    const RouterGemmCase c{"", 600, 40, 320, DType::bf16, DType::f32, mode};
+    RouterGemmProblem whole({"", 600, 40, 320},
+                            11);  // the same numbers with all three terms: float64 of the weight
+    const Oracle want = oracle(whole.args);
+    const double apart = mode == RouterMode::exact ? 0x1p-22 : 0x1p-13;
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kRouterGemm, whole.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        RouterGemmProblem got(c, 11);
+        ASSERT_OK(row.run(got.args, stream));
+        const std::vector<double> scores = values_of(got.args.scores);
+        for (int64_t t = 0; t < c.tokens; ++t) {
+          const std::span exact = std::span(want.scores).subspan(t * c.experts, c.experts);
+          std::vector<double> falling(exact.begin(), exact.end());
+          std::ranges::sort(falling, std::greater());
+          const double scale = std::max(std::abs(falling[kTop - 1]), std::abs(falling[kTop]));
+          if (falling[kTop - 1] - falling[kTop] < apart * scale) continue;
+          ASSERT_EQ(largest(std::span(scores).subspan(t * c.experts, c.experts), kTop), largest(exact, kTop))
+              << t;
         }
       });
     }
@@ -237,6 +324,34 @@ TEST(RouterGemm, H18KeepsWhatBf16Drops) {
       EXPECT_GT(scores[0], scores[1]);
     }
   }
+}
+
+TEST(RouterGemm, PlansForHopperUseWholeWavesAndEveryCta) {
+  using namespace router;
+  const Residents h200{{0, 132, 132, 126, 120, 110, 120, 105, 120}};
+  for (const int64_t experts : {1, 8, 60, 128, 192, 256, 384, 768, 2048}) {
+    for (const int64_t hidden : {8, 64, 1000, 2048, 4096, 7168, 65536}) {
+      for (const int64_t tokens : {1, 2, 16, 17, 48, 100, 300, 511, 512, 1000, 4096, 8192, 100000}) {
+        for (const int terms : {1, 2, 3}) {
+          const Problem p{tokens, experts, hidden, terms};
+          const FewPlan few = few_plan(p);
+          if (few.ctas > 0) {
+            EXPECT_TRUE(few.ctas == 2 || few.ctas == 4 || few.ctas == 8);
+            EXPECT_LE((steps_of(hidden) + few.ctas - 1) / few.ctas * 512,
+                      100 << 10);  // bytes of shared memory
+          }
+          EXPECT_EQ(pieces_plan(p, h200).ctas, kPieces);
+          EXPECT_GT(prompt_plan(p, h200).columns, 0);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(few_plan({1, 192, 4096, 2}).ctas, 4);
+  EXPECT_EQ(few_plan({48, 192, 4096, 2}).ctas, 0);
+  EXPECT_EQ(pieces_plan({96, 256, 7168, 2}, h200).columns, 64);
+  const TilePlan wide = prompt_plan({8192, 192, 4096, 2}, h200);
+  EXPECT_EQ(wide.columns, 192);
+  EXPECT_EQ(wide.tiles({8192, 192, 4096, 2}) * wide.ctas, 128);
 }
 
 TEST(RouterGemm, RefusesAStaleWeight) {

@@ -26,6 +26,7 @@ class PreparedRouterGemm final : public PreparedOp {
       VIVACE_TRY_ASSIGN(args.x, memory_.random(DType::bf16, {m_, k_}, 1, 100 + i, stream));
       VIVACE_TRY_ASSIGN(args.scores, memory_.make(DType::f32, {m_, n_}, stream));
       VIVACE_TRY_ASSIGN(args.weight, weight(i, stream));
+      args.weight_ready = true;  // as in a step of a model
     }
     choice_ = router_gemm_explain(sets_[0], stream);
     return {};

@@ -34,6 +34,13 @@ inline constexpr RouterGemmCase kRouterGemmTestCases[] = {
     {"Hy3's shape, few tokens", 4, 192, 1096, DType::bf16, DType::bf16},
     {"wide tile, two terms", 70, 40, 608, DType::bf16, DType::f32, RouterMode::two_term, true},
     {"wide tile, one term", 131, 33, 264, DType::bf16, DType::bf16, RouterMode::exact, false, DType::bf16},
+    {"a tile that is not full, three terms", 90, 200, 648, DType::bf16, DType::f32, RouterMode::exact, true},
+    {"two tiles of tokens, one term", 200, 70, 136, DType::bf16, DType::bf16},
+    {"a prompt, two terms", 530, 72, 328, DType::bf16, DType::f32, RouterMode::two_term, true},
+    {"a prompt, one term, bf16 scores", 650, 40, 72, DType::bf16, DType::bf16, RouterMode::exact, false,
+     DType::bf16},
+    {"a prompt, three terms, strided rows", 515, 130, 200, DType::bf16, DType::f32, RouterMode::exact, false,
+     DType::f32, 264},
     {"long rows", 3, 9, 8200},
     {"long rows, f32", 3, 9, 8200, DType::f32},
 };

@@ -34,17 +34,18 @@ using DoubleTag = hn::Repartition<double, FloatTag>;
 template <int T>
 struct WeightRow {
   const uint16_t* terms[T];
+  float scale[T];
 
   HWY_INLINE hn::Vec<FloatTag> at(FloatTag d, int64_t k) const {
     auto w = load_as_f32(d, Bf16{}, terms[0] + k);
     for (int i = 1; i < T; ++i) {
-      w = hn::MulAdd(load_as_f32(d, Bf16{}, terms[i] + k), hn::Set(d, kRouterTermScale[i]), w);
+      w = hn::MulAdd(load_as_f32(d, Bf16{}, terms[i] + k), hn::Set(d, scale[i]), w);
     }
     return w;
   }
   float one(int64_t k) const {
     float w = bf16_to_f32(terms[0][k]);
-    for (int i = 1; i < T; ++i) w += bf16_to_f32(terms[i][k]) * kRouterTermScale[i];
+    for (int i = 1; i < T; ++i) w += bf16_to_f32(terms[i][k]) * scale[i];
     return w;
   }
 };
@@ -84,7 +85,10 @@ void score_block(const RouterGemmArgs& args, int64_t t0, int64_t t1, int64_t e0,
   const int64_t hidden = args.x.shape[1];
   for (int64_t e = e0; e < e1; ++e) {
     WeightRow<T> w;
-    for (int i = 0; i < T; ++i) w.terms[i] = args.weight.terms[i].at(e).template as<const uint16_t>();
+    for (int i = 0; i < T; ++i) {
+      w.terms[i] = args.weight.terms[i].at(e).template as<const uint16_t>();
+      w.scale[i] = router_term_scale(args.weight, i);
+    }
     const double bias = args.bias.present() ? args.bias.as<const float>()[e] : 0.0f;
     for (int64_t t = t0; t < t1;) {
       const int count = static_cast<int>(std::min<int64_t>(kTokensAtOnce, t1 - t));

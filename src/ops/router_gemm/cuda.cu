@@ -17,32 +17,19 @@
 #include "src/device/mma.h"
 #include "src/device/ptx.h"
 #include "src/device/reduce.h"
-#include "src/ops/router_gemm/table.h"
+#include "src/ops/router_gemm/kernel.h"
 
 namespace vivace {
 
 namespace {
 
 using namespace device;
+using router::Params;
+using router::params_of;
+using router::store_score;
 
 constexpr int kSegments = 8, kThreads = 32 * kSegments;
 constexpr int kStep = 32;  // of k: 16 bytes of a row for each of 4 lanes
-
-struct Params {
-  const void* x;
-  const bf16* terms[RouterWeight::kMaxTerms];
-  const float* bias;
-  void* scores;
-  int64_t tokens, experts, hidden;
-  int64_t x_stride, term_stride[RouterWeight::kMaxTerms], scores_stride;
-  int term_count;
-  DType scores_type;
-};
-
-/// kRouterTermScale, which lies on the host.
-__device__ __forceinline__ float term_scale(int term) {
-  return term == 0 ? 1.f : term == 1 ? 0x1p-8f : 0x1p-16f;
-}
 
 /// sum + error is a running sum with the rounding errors of its additions.
 __device__ __forceinline__ void add_compensated(float& sum, float& error, float v) {
@@ -52,17 +39,9 @@ __device__ __forceinline__ void add_compensated(float& sum, float& error, float 
   sum = next;
 }
 
-__device__ __forceinline__ void store_score(const Params& p, int64_t token, int64_t expert, float sum,
-                                            float error) {
+__device__ __forceinline__ float corrected(float sum, float error) {
   const float exact = sum + error;
-  float score = exact == exact ? exact : sum;  // an infinite sum has no error term
-  if (p.bias != nullptr) score += p.bias[expert];
-  const int64_t at = token * p.scores_stride + expert;
-  if (p.scores_type == DType::f32) {
-    static_cast<float*>(p.scores)[at] = score;
-  } else {
-    static_cast<bf16*>(p.scores)[at] = from_float<bf16>(score);
-  }
+  return exact == exact ? exact : sum;  // an infinite sum has no error term
 }
 
 /// Eight neighbours of a row, or zeros.
@@ -85,7 +64,7 @@ __global__ __launch_bounds__(kThreads, 2) void router_mma_kernel(const __grid_co
 
   float sum[kMBlocks][kNBlocks][4] = {}, error[kMBlocks][kNBlocks][4] = {};
   // The loads of some steps are under way together: a warp has few steps, and each waits for memory.
-#pragma unroll(kMBlocks * kNBlocks == 1 ? 4 : 1)
+#pragma unroll(kMBlocks* kNBlocks == 1 ? 4 : 1)
   for (int64_t step = first; step < last; ++step) {
     const int64_t k = step * kStep + 8 * pair;
     const bool inside = k < p.hidden;
@@ -124,7 +103,7 @@ __global__ __launch_bounds__(kThreads, 2) void router_mma_kernel(const __grid_co
           mma_16x8x16<bf16>(low, a0, c0);
           mma_16x8x16<bf16>(low, a1, c1);
 #pragma unroll
-          for (int c = 0; c < 4; ++c) v0[c] = fmaf(low[c], term_scale(t), v0[c]);
+          for (int c = 0; c < 4; ++c) v0[c] = fmaf(low[c], p.term_scale[t], v0[c]);
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c) add_compensated(sum[i][j][c], error[i][j][c], v0[c]);
@@ -156,7 +135,7 @@ __global__ __launch_bounds__(kThreads, 2) void router_mma_kernel(const __grid_co
       add_compensated(total, missed, partial[s * 2 * kTile + at]);
       missed += partial[(s * 2 + 1) * kTile + at];
     }
-    store_score(p, token, expert, total, missed);
+    store_score(p, token, expert, corrected(total, missed));
   }
 }
 
@@ -180,7 +159,7 @@ __global__ __launch_bounds__(kThreads) void router_fma_kernel(const __grid_const
       if (k >= p.hidden) continue;
       float w = 0.f;
       for (int t = p.term_count - 1; t >= 0; --t) {
-        w = fmaf(to_float(p.terms[t][expert * p.term_stride[t] + k]), term_scale(t), w);
+        w = fmaf(to_float(p.terms[t][expert * p.term_stride[t] + k]), p.term_scale[t], w);
       }
 #pragma unroll
       for (int i = 0; i < kTokensAtOnce; ++i) {
@@ -195,27 +174,8 @@ __global__ __launch_bounds__(kThreads) void router_fma_kernel(const __grid_const
 #pragma unroll
   for (int i = 0; i < kTokensAtOnce; ++i) {
     const float total = warp_reduce<Sum>(sum[i]), missed = warp_reduce<Sum>(error[i]);
-    if (lane == 0 && token0 + i < p.tokens) store_score(p, token0 + i, expert, total, missed);
+    if (lane == 0 && token0 + i < p.tokens) store_score(p, token0 + i, expert, corrected(total, missed));
   }
-}
-
-Params params_of(const RouterGemmArgs& args) {
-  Params p = {};
-  p.x = args.x.data;
-  p.bias = args.bias.present() ? args.bias.as<const float>() : nullptr;
-  p.scores = args.scores.data;
-  p.tokens = args.x.shape[0];
-  p.experts = args.scores.shape[1];
-  p.hidden = args.x.shape[1];
-  p.x_stride = args.x.stride[0];
-  p.scores_stride = args.scores.stride[0];
-  p.term_count = args.weight.term_count;
-  p.scores_type = args.scores.dtype;
-  for (int t = 0; t < p.term_count; ++t) {
-    p.terms[t] = args.weight.terms[t].as<const bf16>();
-    p.term_stride[t] = args.weight.terms[t].stride[0];
-  }
-  return p;
 }
 
 template <int kTerms, int kMBlocks, int kNBlocks>

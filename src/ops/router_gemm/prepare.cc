@@ -22,6 +22,19 @@ uint16_t nearest_finite_bf16(float value) {
   return overflow ? static_cast<uint16_t>(bits - 1) : bits;
 }
 
+/// Whether the terms need their scales: the last bit of a weight below this, other than 0, is no bf16 number.
+bool needs_scales(const Tensor& weight) {
+  constexpr float kLeast = 0x1p-110f;
+  for (int64_t e = 0; e < weight.shape[0]; ++e) {
+    const Tensor row = weight.at(e);
+    for (int64_t k = 0; k < weight.shape[1]; ++k) {
+      const float value = std::abs(load(weight.dtype, row.data, k));
+      if (value > 0 && value < kLeast) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 int64_t router_weight_bytes(const RouterWeightSource& source) {
@@ -61,6 +74,8 @@ Result<RouterWeight> prepare_router_weight(const RouterWeightSource& source) {
     planes[i] = source.storage.as<uint16_t>() + i * experts * hidden;
     result.terms[i] = Tensor(planes[i], DType::bf16, {experts, hidden});
   }
+  result.scaled = needs_scales(weight);
+  const float step = result.scaled ? 256.0f : 1.0f;
   int used = 1;
   for (int64_t e = 0; e < experts; ++e) {
     const Tensor row = weight.at(e);
@@ -72,7 +87,7 @@ Result<RouterWeight> prepare_router_weight(const RouterWeightSource& source) {
         if ((term & 0x7fffu) != 0 && i >= used) used = i + 1;
         const float value = bf16_to_f32(term);
         // Both steps are exact: what is left has at most 16 significant bits, none below 2^-149.
-        left = std::isfinite(value) ? (left - value) * 256.0f : 0.0f;
+        left = std::isfinite(value) ? (left - value) * step : 0.0f;
       }
     }
   }

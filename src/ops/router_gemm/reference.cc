@@ -15,7 +15,7 @@ Status router_gemm_reference(const RouterGemmArgs& args, const Stream&) {
         for (int64_t k = 0; k < hidden; ++k) {
           products += double{load(x.dtype, x.data, k)} * load(DType::bf16, term.data, k);
         }
-        sum += kRouterTermScale[i] * products;
+        sum += router_term_scale(args.weight, i) * products;
       }
       store(scores.dtype, scores.data, e, sum);
     }

@@ -17,10 +17,12 @@ Facts router_gemm_facts(const RouterGemmArgs& args) {
       .add("hidden", args.x.shape[1])
       .add("experts", args.scores.shape[1])
       .add("terms", args.weight.term_count)
+      .add("scaled", int64_t{args.weight.scaled})
       .add("x", args.x.dtype)
       .add("x_alignment", alignment_of(args.x))
       .add("weight_alignment", weight_alignment)
-      .add("scores", args.scores.dtype);
+      .add("scores", args.scores.dtype)
+      .add("batch_invariant", int64_t{args.batch_invariant});
 }
 
 Status router_gemm(const RouterGemmArgs& args, const Stream& stream) {

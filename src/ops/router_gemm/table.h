@@ -9,12 +9,43 @@ Status router_gemm_reference(const RouterGemmArgs& args, const Stream& stream);
 Status router_gemm_cpu(const RouterGemmArgs& args, const Stream& stream);
 Status router_gemm_cuda_mma(const RouterGemmArgs& args, const Stream& stream);
 Status router_gemm_cuda_fma(const RouterGemmArgs& args, const Stream& stream);
+Status router_gemm_sm90_pieces(const RouterGemmArgs& args, const Stream& stream);
+Status router_gemm_sm90_tiles(const RouterGemmArgs& args, const Stream& stream);
 
 Facts router_gemm_facts(const RouterGemmArgs& args);
 
-/// What term i of a RouterWeight counts: 1, 2^-8, 2^-16.
-inline constexpr float kRouterTermScale[RouterWeight::kMaxTerms] = {1.0f, 0x1p-8f, 0x1p-16f};
+/// What term i of a weight counts.
+inline float router_term_scale(const RouterWeight& weight, int i) {
+  constexpr float kScaled[RouterWeight::kMaxTerms] = {1.0f, 0x1p-8f, 0x1p-16f};
+  return weight.scaled ? kScaled[i] : 1.0f;
+}
 
+/// sm90.tiles cuts k as the number of tokens asks, sm90.pieces always in the same places.
+inline constexpr int64_t kRouterLeastTilesTokens = 512;
+inline constexpr Need kRouterGemmPiecesNeeds[] = {
+    {"compute_capability", Need::equals, 90},
+    {"tokens", Need::at_most, 16 * 65535},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16)},
+    {"scaled", Need::equals, 0},
+    {"hidden", Need::at_least, 8},
+    {"hidden", Need::at_most, 65536},
+    {"hidden", Need::multiple_of, 8},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+};
+inline constexpr Need kRouterGemmTilesNeeds[] = {
+    {"compute_capability", Need::equals, 90},
+    {"batch_invariant", Need::equals, 0},
+    {"tokens", Need::at_least, kRouterLeastTilesTokens},
+    {"tokens", Need::at_most, 128 * 65535},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16)},
+    {"scaled", Need::equals, 0},
+    {"hidden", Need::at_least, 8},
+    {"hidden", Need::at_most, 1 << 20},
+    {"hidden", Need::multiple_of, 8},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+};
 // A lane reads 8 neighbours of a row at once.
 inline constexpr Need kRouterGemmMmaNeeds[] = {
     {"compute_capability", Need::at_least, 80},
@@ -30,6 +61,10 @@ inline constexpr Need kRouterGemmFmaNeeds[] = {
 
 inline constexpr Row<RouterGemmArgs> kRouterGemmRows[] = {
 #if VIVACE_CUDA
+    {"sm90.tiles", Device::cuda, kRouterGemmTilesNeeds, router_gemm_sm90_tiles,
+     "tensor cores, steps of 64 added in fp32, wide tiles, k cut as the number of tokens asks"},
+    {"sm90.pieces", Device::cuda, kRouterGemmPiecesNeeds, router_gemm_sm90_pieces,
+     "tensor cores, steps of 64 added in fp32, k in eighths over a cluster: a token's bits in any company"},
     {"cuda.mma", Device::cuda, kRouterGemmMmaNeeds, router_gemm_cuda_mma,
      "tensor cores per term, compensated fp32 sums of 32"},
     {"cuda.fma", Device::cuda, kRouterGemmFmaNeeds, router_gemm_cuda_fma,
