@@ -1,5 +1,6 @@
-# `cmake --install build --prefix P`: the program, the public headers, one static library of the engine and all below it, and
-# a CMake package, so that find_package(vivace) gives vivace::vivace. The tree may be moved afterwards.
+# `cmake --install build --prefix P`: the program, the public headers, one static library of the engine and all below it, the
+# shared library of the C ABI, and a CMake package, so that find_package(vivace) gives vivace::vivace and vivace::c. The tree may
+# be moved afterwards.
 
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
@@ -32,7 +33,7 @@ endif()
 install(FILES ${CMAKE_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT program)
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/include/vivace DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development
   FILES_MATCHING PATTERN "*.h")
-install(TARGETS vivace_embed EXPORT vivace-targets COMPONENT development)
+install(TARGETS vivace_embed vivace_c EXPORT vivace-targets COMPONENT development)
 install(EXPORT vivace-targets NAMESPACE vivace:: DESTINATION ${package_folder} COMPONENT development)
 install(FILES ${CMAKE_BINARY_DIR}/vivace-config.cmake ${CMAKE_BINARY_DIR}/vivace-config-version.cmake
   DESTINATION ${package_folder} COMPONENT development)

@@ -30,6 +30,9 @@ set(VIVACE_PORTABLE_CODE "-gencode=arch=compute_80,code=compute_80;-gencode=arch
   CACHE STRING "Targets of the portable kernels; fewer compile faster")
 set(VIVACE_SM90_CODE -gencode=arch=compute_90a,code=sm_90a)
 
+# The layers that libvivace_c.so is made from.
+set(VIVACE_SHARED_LAYERS core device cpu ops c_api)
+
 # vivace_library(layer [RECURSE] DEPENDS ...): the static library vivace_<layer> from src/<layer>: its .cc files, and
 # its .cu files when there is a CUDA compiler.
 function(vivace_library layer)
@@ -57,6 +60,13 @@ function(vivace_library layer)
       set_target_properties(vivace_${layer} PROPERTIES CUDA_ARCHITECTURES OFF)
     endif()
     target_link_libraries(vivace_${layer} PUBLIC vivace_options ${ARG_DEPENDS} PRIVATE ${VIVACE_HIGHWAY_LIBRARY})
+    if(layer IN_LIST VIVACE_SHARED_LAYERS)
+      set_target_properties(vivace_${layer} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+      if(NOT layer STREQUAL "c_api")  # these export nothing, so that their code calls itself directly
+        set_target_properties(vivace_${layer} PROPERTIES CXX_VISIBILITY_PRESET hidden CUDA_VISIBILITY_PRESET hidden
+          VISIBILITY_INLINES_HIDDEN ON)
+      endif()
+    endif()
   else()
     add_library(vivace_${layer} INTERFACE)
     target_link_libraries(vivace_${layer} INTERFACE vivace_options ${ARG_DEPENDS})

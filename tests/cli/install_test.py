@@ -42,12 +42,25 @@ class Install(Case):
         for header in (ROOT / "include" / "vivace").glob("*.h"):
             self.assertIn(f"include/vivace/{header.name}", there)
         self.assertLessEqual({"bin/vivace", "share/doc/vivace/LICENSE"}, there)
+        self.assertTrue(any(path.endswith("/libvivace_c.so") for path in there), there)
         self.assertEqual([name for name in there if name.endswith(".a")], [p for p in there if p.endswith("/libvivace.a")])
         for name in there:
             if name.endswith(".cmake"):
                 text = (self.prefix / name).read_text()
                 self.assertNotIn(str(self.folder), text, f"{name} names the folder of the installation")
                 self.assertNotIn(str(ROOT), text, f"{name} names the folder of the sources")
+
+    def test_a_program_in_c_builds_against_the_tree(self):
+        folder = self.folder / "c"
+        folder.mkdir()
+        (folder / "main.c").write_text('#include <stdio.h>\n#include "vivace/c_api.h"\n'
+                                       'int main(void) { return puts(vivace_version()) < 0; }\n')
+        (folder / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.25)\nproject(c LANGUAGES C)\n"
+                                               "find_package(vivace 0.1 REQUIRED)\nadd_executable(c main.c)\n"
+                                               "target_link_libraries(c PRIVATE vivace::c)\n")
+        call("cmake", "-G", "Ninja", "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={self.prefix}")
+        call("cmake", "--build", folder / "build")
+        self.assertRegex(call(folder / "build" / "c"), r"^\d+\.\d+\.\d+$")
 
     def test_the_program_alone(self):
         only = self.folder / "program"

@@ -1,9 +1,12 @@
 """The repository as a whole: layers, what the program links, and that the documents describe what exists."""
 
+import os
+import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import unittest
 
 from vivace import BINARY, Case, ROOT, SANITIZED, main, vivace
 
@@ -60,6 +63,31 @@ class Program(Case):
         allowed = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2",
                    "ld-linux-aarch64.so.1"}
         self.assertLessEqual(needed, allowed)
+
+
+@unittest.skipIf(SANITIZED, "a sanitizer brings its own libraries and symbols")
+class SharedLibrary(Case):
+    LIBRARY = pathlib.Path(os.environ.get("VIVACE_BUILD", ROOT / "build")) / "lib" / "libvivace_c.so"
+
+    def read(self, *args):
+        return subprocess.run([*args, self.LIBRARY], capture_output=True, text=True, check=True).stdout
+
+    def test_needs_the_c_library_alone(self):
+        needed = set(re.findall(r"NEEDED.*\[(.+?)\]", self.read("readelf", "-d")))
+        self.assertLessEqual(needed, {"libm.so.6", "libc.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"})
+
+    def test_exports_what_the_header_declares(self):
+        exported = {line.split()[-1] for line in self.read("nm", "-D", "--defined-only").splitlines()}
+        header = re.sub(r"/\*.*?\*/", "", (ROOT / "include" / "vivace" / "c_api.h").read_text(), flags=re.S)
+        declared = set(re.findall(r"\b(vivace_\w+)\(", header))
+        self.assertEqual(exported, declared)
+        self.assertGreater(len(declared), 50)
+
+    def test_every_operator_is_there(self):
+        header = (ROOT / "include" / "vivace" / "c_api.h").read_text()
+        for name in [row["op"] for row in self.ok("ops", "--json").json]:
+            for suffix in ("", "_cost", "_explain"):
+                self.assertIn(f"vivace_code vivace_{name}{suffix}(", header)
 
 
 def commands(document):

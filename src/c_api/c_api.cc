@@ -1,0 +1,372 @@
+#include "vivace/c_api.h"
+
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+
+#include "src/c_api/read.h"
+#include "src/core/guard.h"
+#include "src/core/json_string.h"
+#include "src/cpu/machine.h"
+#include "src/cpu/thread_pool.h"
+#include "src/device/build_info.h"
+#include "src/device/runtime.h"
+
+struct vivace_context {
+  vivace::Dispatch dispatch;
+  std::unique_ptr<vivace::cpu::ThreadPool> threads;
+  std::mutex turn;  ///< of calls on the threads
+};
+
+namespace vivace::c_api {
+namespace {
+
+thread_local std::string last_error, last_text;
+
+/// What a function of C gives back for what `body`, which returns a Status, did. No exception passes.
+template <class Body>
+vivace_code call(std::string_view place, Body&& body) noexcept {
+  try {
+    Status status = guarded(place, body);
+    if (status.ok()) return VIVACE_OK;
+    last_error = status.message();
+    return static_cast<vivace_code>(status.code());
+  } catch (...) {  // no memory for the message
+    last_error.clear();
+    return VIVACE_OUT_OF_MEMORY;
+  }
+}
+
+template <class T>
+Status check_out(std::string_view place, std::string_view name, T* out) {
+  return out != nullptr ? Status() : invalid_argument("{}: {} is null", place, name);
+}
+
+/// The stream of C++ for one of C. `query`: a GPU that is not there may be asked about.
+Result<Stream> stream_of(std::string_view place, const vivace_stream* from, bool query) {
+  if (from == nullptr) return Stream{};
+  if (from->device != VIVACE_CPU && from->device != VIVACE_CUDA) {
+    return invalid_argument("{}: stream.device is {}, needs 0 (cpu) or 1 (cuda)", place, from->device);
+  }
+  if (from->reserved != 0)
+    return invalid_argument("{}: stream.reserved is {}, needs 0", place, from->reserved);
+  Stream stream;
+  stream.device = static_cast<Device>(from->device);
+  if (from->context != nullptr) {
+    stream.threads = from->context->threads.get();
+    stream.dispatch = &from->context->dispatch;
+  }
+  if (stream.device == Device::cpu) return stream;
+  stream.ordinal = from->ordinal;
+  stream.handle = from->handle;
+  stream.compute_capability = from->compute_capability;
+  if (query && from->compute_capability != 0) {
+    stream.ordinal = device::device_count() > from->ordinal ? from->ordinal : -1;
+    return stream;
+  }
+  VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(from->ordinal));
+  stream.compute_capability = 10 * info->major + info->minor;
+  return stream;
+}
+
+/// Runs `body` with the arguments and the stream as C++ has them.
+template <class Args, class Body>
+vivace_code with(std::string_view place, const Args* given, const vivace_stream* from, bool query,
+                 Body&& body) noexcept {
+  return call(place, [&]() -> Status {
+    Args copy;
+    const Args* args = nullptr;
+    VIVACE_TRY(current_args(place, given, copy, args));
+    VIVACE_TRY_ASSIGN(const Stream stream, stream_of(place, from, query));
+    Reader reader(place, from != nullptr && stream.device == Device::cuda && !query ? from->ordinal : -1);
+    const auto ours = read(reader, *args);
+    VIVACE_TRY(reader.status());
+    std::unique_lock<std::mutex> turn;
+    if (stream.threads != nullptr && stream.device == Device::cpu && !query) {
+      turn = std::unique_lock(from->context->turn);
+    }
+    return body(ours, stream);
+  });
+}
+
+template <class Args, class Run>
+vivace_code run(std::string_view place, const Args* args, const vivace_stream* stream,
+                Run operation) noexcept {
+  return with(place, args, stream, false,
+              [&](const auto& ours, const Stream& on) -> Status { return operation(ours, on); });
+}
+
+template <class Args, class CostOf>
+vivace_code cost(std::string_view place, const Args* args, vivace_cost* out, CostOf cost_of) noexcept {
+  return with(place, args, nullptr, true, [&](const auto& ours, const Stream&) -> Status {
+    VIVACE_TRY(check_out(place, "cost", out));
+    const Cost found = cost_of(ours);
+    *out = {found.bytes, found.flops};
+    return {};
+  });
+}
+
+Status give_text(std::string text, const char** json) {
+  last_text = std::move(text);
+  *json = last_text.c_str();
+  return {};
+}
+
+/// {"name": "text", ...} piece by piece.
+void append_field(std::string& out, std::string_view name, std::string_view text) {
+  append_json_string(out, name);
+  out += ": ";
+  append_json_string(out, text);
+}
+
+std::string to_json(const Choice& choice) {
+  std::string out = "{\"row\": ";
+  if (choice.row.empty()) {
+    out += "null";
+  } else {
+    append_json_string(out, choice.row);
+  }
+  out += ", \"refused\": [";
+  for (const Refusal& refusal : choice.refused) {
+    out += out.back() == '[' ? "{" : ", {";
+    append_field(out, "row", refusal.row);
+    out += ", ";
+    append_field(out, "reason", refusal.reason);
+    out += '}';
+  }
+  return out + "]}";
+}
+
+template <class Args, class Explain>
+vivace_code explain(std::string_view place, const Args* args, const vivace_stream* stream, const char** json,
+                    Explain explain_call) noexcept {
+  return with(place, args, stream, true, [&](const auto& ours, const Stream& on) -> Status {
+    VIVACE_TRY(check_out(place, "json", json));
+    return give_text(to_json(explain_call(ours, on)), json);
+  });
+}
+
+template <class Args, class Bytes>
+vivace_code workspace_bytes(std::string_view place, const Args* args, const vivace_stream* stream,
+                            int64_t* out, Bytes bytes_of) noexcept {
+  return with(place, args, stream, true, [&](const auto& ours, const Stream& on) -> Status {
+    VIVACE_TRY(check_out(place, "bytes", out));
+    VIVACE_TRY_ASSIGN(*out, bytes_of(ours, on));
+    return {};
+  });
+}
+
+std::string operators_json() {
+  std::string out = "[";
+  for (const OpInfo& op : operators()) {
+    out += out.back() == '[' ? "{" : ", {";
+    append_field(out, "op", op.name);
+    out += ", ";
+    append_field(out, "summary", op.summary);
+    out += ", \"rows\": [";
+    for (const RowInfo& row : op.rows) {
+      out += out.back() == '[' ? "{" : ", {";
+      append_field(out, "row", row.name);
+      out += ", ";
+      append_field(out, "device", name_of(row.device));
+      out += ", \"needs\": [";
+      for (const Need& need : row.needs) {
+        if (out.back() != '[') out += ", ";
+        append_json_string(out, describe(need, nullptr));
+      }
+      out += "], ";
+      append_field(out, "summary", row.summary);
+      out += '}';
+    }
+    out += "]}";
+  }
+  return out + "]";
+}
+
+std::string build_json() {
+  const device::BuildInfo build = device::build_info();
+  std::string why, out = "{";
+  const int devices = device::device_count(&why);
+  append_field(out, "version", VIVACE_VERSION);
+  out += fmt::format(", \"cuda\": {}, ", build.cuda);
+  append_field(out, "runtime", build.runtime);
+  out += ", ";
+  append_field(out, "driver", build.driver);
+  out += ", ";
+  append_field(out, "code", build.code);
+  out += ", \"devices\": [";
+  for (int i = 0; i < devices; ++i) {
+    const auto info = device::device_info(i);
+    if (!info.ok()) continue;
+    out += out.back() == '[' ? "{" : ", {";
+    append_field(out, "name", (*info)->name);
+    out += fmt::format(", \"compute_capability\": {}, \"sms\": {}, \"memory_bytes\": {}}}",
+                       10 * (*info)->major + (*info)->minor, (*info)->sms, (*info)->memory_bytes);
+  }
+  out += "], ";
+  append_field(out, "why_no_device", why);
+  return out + "}";
+}
+
+}  // namespace
+}  // namespace vivace::c_api
+
+namespace c_api = vivace::c_api;
+
+extern "C" {
+
+int32_t vivace_abi_version(void) {
+  return VIVACE_ABI_VERSION;
+}
+
+const char* vivace_version(void) {
+  return VIVACE_VERSION;
+}
+
+const char* vivace_last_error(void) {
+  return c_api::last_error.c_str();
+}
+
+vivace_code vivace_context_create(const vivace_context_options* options, vivace_context** context) {
+  constexpr const char* kPlace = "vivace_context_create";
+  return c_api::call(kPlace, [&]() -> vivace::Status {
+    vivace_context_options copy{};
+    const vivace_context_options* wanted = &copy;
+    if (options != nullptr) VIVACE_TRY(c_api::current_args(kPlace, options, copy, wanted));
+    VIVACE_TRY(c_api::check_out(kPlace, "context", context));
+    constexpr int64_t kMostThreads = 1024;
+    c_api::Reader reader(kPlace, -1);
+    int64_t threads = reader.number("threads", wanted->threads, 0, kMostThreads);
+    VIVACE_TRY(reader.status());
+    if (threads == 0) threads = vivace::cpu::usable_cores();
+    auto made = std::make_unique<vivace_context>();
+    if (wanted->prefer != nullptr) VIVACE_TRY(made->dispatch.prefer(wanted->prefer));
+    made->threads = std::make_unique<vivace::cpu::ThreadPool>(static_cast<int>(threads));
+    *context = made.release();
+    return {};
+  });
+}
+
+void vivace_context_destroy(vivace_context* context) {
+  delete context;
+}
+
+vivace_code vivace_context_counts(const vivace_context* context, const char** json) {
+  constexpr const char* kPlace = "vivace_context_counts";
+  return c_api::call(kPlace, [&]() -> vivace::Status {
+    VIVACE_TRY(c_api::check_out(kPlace, "context", context));
+    VIVACE_TRY(c_api::check_out(kPlace, "json", json));
+    std::string out = "[";
+    for (const vivace::RowCount& count : context->dispatch.counts()) {
+      out += out.back() == '[' ? "{" : ", {";
+      c_api::append_field(out, "op", count.op);
+      out += ", ";
+      c_api::append_field(out, "row", count.row);
+      out += fmt::format(", \"calls\": {}}}", count.calls);
+    }
+    return c_api::give_text(out + "]", json);
+  });
+}
+
+vivace_code vivace_operators(const char** json) {
+  return c_api::call("vivace_operators", [&]() -> vivace::Status {
+    VIVACE_TRY(c_api::check_out("vivace_operators", "json", json));
+    return c_api::give_text(c_api::operators_json(), json);
+  });
+}
+
+vivace_code vivace_build(const char** json) {
+  return c_api::call("vivace_build", [&]() -> vivace::Status {
+    VIVACE_TRY(c_api::check_out("vivace_build", "json", json));
+    return c_api::give_text(c_api::build_json(), json);
+  });
+}
+
+// The three functions that every operator has, and the fourth of some.
+#define VIVACE_C_OPERATOR(op)                                                                    \
+  vivace_code vivace_##op(const vivace_##op##_args* args, const vivace_stream* stream) {         \
+    return c_api::run(#op, args, stream, vivace::op);                                            \
+  }                                                                                              \
+  vivace_code vivace_##op##_cost(const vivace_##op##_args* args, vivace_cost* cost) {            \
+    return c_api::cost(#op, args, cost, vivace::op##_cost);                                      \
+  }                                                                                              \
+  vivace_code vivace_##op##_explain(const vivace_##op##_args* args, const vivace_stream* stream, \
+                                    const char** json) {                                         \
+    return c_api::explain(#op, args, stream, json, vivace::op##_explain);                        \
+  }
+#define VIVACE_C_WORKSPACE(op)                                                                           \
+  vivace_code vivace_##op##_workspace_bytes(const vivace_##op##_args* args, const vivace_stream* stream, \
+                                            int64_t* bytes) {                                            \
+    return c_api::workspace_bytes(#op, args, stream, bytes, vivace::op##_workspace_bytes);               \
+  }
+
+VIVACE_C_OPERATOR(rms_norm)
+VIVACE_C_OPERATOR(linear)
+VIVACE_C_WORKSPACE(linear)
+VIVACE_C_OPERATOR(embedding)
+VIVACE_C_OPERATOR(attention_prologue)
+VIVACE_C_OPERATOR(attention_prefill)
+VIVACE_C_OPERATOR(attention_decode)
+VIVACE_C_WORKSPACE(attention_decode)
+VIVACE_C_OPERATOR(decode_schedule)
+VIVACE_C_OPERATOR(router_gemm)
+VIVACE_C_OPERATOR(route_top_k)
+VIVACE_C_OPERATOR(fused_moe)
+VIVACE_C_WORKSPACE(fused_moe)
+VIVACE_C_OPERATOR(grouped_gemm)
+VIVACE_C_OPERATOR(silu_mul)
+VIVACE_C_OPERATOR(quantize_fp8)
+VIVACE_C_OPERATOR(sampler)
+VIVACE_C_WORKSPACE(sampler)
+
+vivace_code vivace_attention_decode_schedule_params(const vivace_attention_decode_args* args,
+                                                    const vivace_stream* stream,
+                                                    vivace_decode_schedule_params* params) {
+  constexpr const char* kPlace = "attention_decode";
+  return c_api::with(
+      kPlace, args, stream, true,
+      [&](const vivace::AttentionDecodeArgs& ours, const vivace::Stream& on) -> vivace::Status {
+        VIVACE_TRY(c_api::check_out(kPlace, "params", params));
+        VIVACE_TRY_ASSIGN(const vivace::DecodeScheduleParams found,
+                          vivace::attention_decode_schedule_params(ours, on));
+        *params = {found.heads_kv,     found.tile_tokens, found.workers,    found.min_tiles,
+                   found.request_cost, found.window,      found.piece_tiles};
+        return {};
+      });
+}
+
+int64_t vivace_decode_schedule_ints(int64_t max_requests, int64_t workers) {
+  return vivace::decode_schedule_ints(max_requests, workers);
+}
+
+vivace_code vivace_router_weight_bytes(const vivace_router_weight_source* source, int64_t* bytes) {
+  constexpr const char* kPlace = "router_weight_bytes";
+  return c_api::with(kPlace, source, nullptr, true,
+                     [&](const vivace::RouterWeightSource& ours, const vivace::Stream&) -> vivace::Status {
+                       VIVACE_TRY(c_api::check_out(kPlace, "bytes", bytes));
+                       *bytes = vivace::router_weight_bytes(ours);
+                       return {};
+                     });
+}
+
+vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* source,
+                                         vivace_router_weight* weight) {
+  constexpr const char* kPlace = "prepare_router_weight";
+  return c_api::with(kPlace, source, nullptr, true,
+                     [&](const vivace::RouterWeightSource& ours, const vivace::Stream&) -> vivace::Status {
+                       VIVACE_TRY(c_api::check_out(kPlace, "weight", weight));
+                       VIVACE_TRY_ASSIGN(const vivace::RouterWeight made,
+                                         vivace::prepare_router_weight(ours));
+                       *weight = {};
+                       for (int i = 0; i < made.term_count; ++i) {
+                         weight->terms[i] = c_api::written(made.terms[i], 0);
+                       }
+                       weight->term_count = made.term_count;
+                       weight->mode = static_cast<int64_t>(made.mode);
+                       weight->version = made.version;
+                       return {};
+                     });
+}
+
+}  // extern "C"

@@ -1,0 +1,363 @@
+#include "src/c_api/read.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "src/core/error.h"
+
+namespace vivace::c_api {
+
+static_assert(Tensor::kMaxRank == VIVACE_MAX_RANK);
+static_assert(LinearArgs::kMaxParts == VIVACE_LINEAR_PARTS);
+static_assert(RouterWeight::kMaxTerms == VIVACE_ROUTER_TERMS);
+static_assert(static_cast<int>(Code::internal) == VIVACE_INTERNAL);
+static_assert(static_cast<int>(DType::q6_k) == VIVACE_Q6_K);
+static_assert(static_cast<int>(Device::cuda) == VIVACE_CUDA);
+static_assert(static_cast<int>(Fp8Scaling::block) == VIVACE_FP8_BLOCK);
+static_assert(static_cast<int>(QkNorm::rope_then_norm) == VIVACE_QK_ROPE_THEN_NORM);
+static_assert(static_cast<int>(RopeStyle::interleaved) == VIVACE_ROPE_INTERLEAVED);
+static_assert(static_cast<int>(RouterMode::exact) == VIVACE_ROUTER_EXACT);
+static_assert(static_cast<int>(RouteScoring::sigmoid) == VIVACE_ROUTE_SIGMOID);
+
+namespace {
+
+/// a * b, or nothing where 62 bits do not hold it; both not negative.
+bool multiply(int64_t& a, int64_t b) {
+  constexpr int64_t kMost = int64_t{1} << 62;
+  if (b != 0 && a > kMost / b) return false;
+  a *= b;
+  return true;
+}
+
+/// Whether every address of the tensor, and its number of bytes, is a number that arithmetic on it can hold.
+bool measurable(const vivace_tensor& t) {
+  constexpr int64_t kLargestElement = 256;  // of any type, in bytes per block
+  int64_t bytes = kLargestElement, reach = 0;
+  for (int i = 0; i < t.rank; ++i) {
+    int64_t step = kLargestElement;
+    if (!multiply(bytes, t.shape[i]) || !multiply(step, t.stride[i]) || !multiply(step, t.shape[i]))
+      return false;
+    if (step > (int64_t{1} << 62) - reach) return false;
+    reach += step;
+  }
+  return true;
+}
+
+AttentionArgs read_attention(Reader& reader, const vivace_attention& from) {
+  return {.q = reader.tensor("q", from.q),
+          .k = reader.tensor("k", from.k),
+          .v = reader.tensor("v", from.v),
+          .page_table = reader.tensor("page_table", from.page_table),
+          .kv_lengths = reader.tensor("kv_lengths", from.kv_lengths),
+          .query_start = reader.tensor("query_start", from.query_start),
+          .output = reader.tensor("output", from.output),
+          .q_scale = reader.tensor("q_scale", from.q_scale),
+          .k_scale = reader.tensor("k_scale", from.k_scale),
+          .v_scale = reader.tensor("v_scale", from.v_scale),
+          .sinks = reader.tensor("sinks", from.sinks),
+          .lse = reader.tensor("lse", from.lse),
+          .softmax_scale = from.softmax_scale,
+          .window = from.window,
+          .soft_cap = from.soft_cap};
+}
+
+DecodeScheduleParams read_params(const vivace_decode_schedule_params& from) {
+  const DecodeScheduleParams defaults;
+  const auto or_default = [](int64_t value, int64_t otherwise) { return value == 0 ? otherwise : value; };
+  return {.heads_kv = or_default(from.heads_kv, defaults.heads_kv),
+          .tile_tokens = or_default(from.tile_tokens, defaults.tile_tokens),
+          .workers = or_default(from.workers, defaults.workers),
+          .min_tiles = or_default(from.min_tiles, defaults.min_tiles),
+          .request_cost = from.request_cost,
+          .window = from.window,
+          .piece_tiles = from.piece_tiles};
+}
+
+}  // namespace
+
+Tensor Reader::tensor(std::string_view name, const vivace_tensor& from) {
+  if (from.dtype == 0 || !status_.ok()) return {};
+  const auto dtype = static_cast<DType>(from.dtype);
+  if (from.dtype < 0 || from.dtype > std::numeric_limits<uint8_t>::max() || info_of(dtype).block_bytes == 0) {
+    fail(invalid_argument("{}: {}.dtype is {}, which is no type", place_, name, from.dtype));
+  } else if (from.rank < 0 || from.rank > VIVACE_MAX_RANK) {
+    fail(invalid_argument("{}: {}.rank is {}, needs 0 to {}", place_, name, from.rank, int{VIVACE_MAX_RANK}));
+  } else if (from.device != VIVACE_CPU && from.device != VIVACE_CUDA) {
+    fail(invalid_argument("{}: {}.device is {}, needs 0 (cpu) or 1 (cuda)", place_, name, from.device));
+  } else if (from.device == VIVACE_CUDA && ordinal_ >= 0 && from.ordinal != ordinal_) {
+    fail(invalid_argument("{}: {} is on cuda:{}, needs cuda:{}, where the call runs", place_, name,
+                          from.ordinal, ordinal_));
+  }
+  for (int i = 0; status_.ok() && i < from.rank; ++i) {
+    if (from.shape[i] < 0 || from.stride[i] < 0) {
+      fail(invalid_argument("{}: {}.{}[{}] is {}, needs at least 0", place_, name,
+                            from.shape[i] < 0 ? "shape" : "stride", i,
+                            from.shape[i] < 0 ? from.shape[i] : from.stride[i]));
+    }
+  }
+  if (status_.ok() && !measurable(from)) {
+    fail(invalid_argument("{}: {} has more bytes than 62 bits can count", place_, name));
+  }
+  if (!status_.ok()) return {};
+  Tensor tensor;
+  tensor.data = from.data;
+  tensor.dtype = dtype;
+  tensor.device = static_cast<Device>(from.device);
+  tensor.rank = from.rank;
+  std::copy_n(from.shape, from.rank, tensor.shape.begin());
+  std::copy_n(from.stride, from.rank, tensor.stride.begin());
+  return tensor;
+}
+
+int64_t Reader::number(std::string_view name, int64_t value, int64_t low, int64_t high) {
+  if (value >= low && value <= high) return value;
+  fail(invalid_argument("{}: {} is {}, needs {} to {}", place_, name, value, low, high));
+  return low;
+}
+
+ExpertWeights Reader::expert(std::string_view name, const vivace_expert_weights& from) {
+  const auto part = [&](std::string_view which, const vivace_tensor& t) {
+    return t.dtype == 0 ? Tensor() : tensor(fmt::format("{}.{}", name, which), t);
+  };
+  return {.gate = part("gate", from.gate),
+          .up = part("up", from.up),
+          .down = part("down", from.down),
+          .gate_scale = part("gate_scale", from.gate_scale),
+          .up_scale = part("up_scale", from.up_scale),
+          .down_scale = part("down_scale", from.down_scale),
+          .act_scale = part("act_scale", from.act_scale)};
+}
+
+std::span<const ExpertWeights> Reader::experts(const vivace_expert_weights* from, int64_t count) {
+  constexpr int64_t kMostExperts = 1 << 16;
+  count = number("expert_count", count, 0, kMostExperts);
+  if (count > 0 && from == nullptr) {
+    fail(invalid_argument("{}: experts is null, needs expert_count = {} of them", place_, count));
+  }
+  if (!status_.ok()) return {};
+  experts_.reserve(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) experts_.push_back(expert(fmt::format("experts[{}]", i), from[i]));
+  return experts_;
+}
+
+RmsNormArgs read(Reader& reader, const vivace_rms_norm_args& from) {
+  return {.x = reader.tensor("x", from.x),
+          .residual = reader.tensor("residual", from.residual),
+          .weight = reader.tensor("weight", from.weight),
+          .y = reader.tensor("y", from.y),
+          .y_scale = reader.tensor("y_scale", from.y_scale),
+          .y_scaling = reader.one_of("y_scaling", from.y_scaling, Fp8Scaling::block),
+          .eps = from.eps};
+}
+
+LinearArgs read(Reader& reader, const vivace_linear_args& from) {
+  LinearArgs args{
+      .x = reader.tensor("x", from.x),
+      .x_scale = reader.tensor("x_scale", from.x_scale),
+      .x_scaling = reader.one_of("x_scaling", from.x_scaling, Fp8Scaling::block),
+      .part_count = static_cast<int>(reader.number("part_count", from.part_count, 1, LinearArgs::kMaxParts)),
+      .exact = from.exact != 0,
+      .batch_invariant = from.batch_invariant != 0,
+      .workspace = reader.tensor("workspace", from.workspace)};
+  for (int p = 0; p < args.part_count; ++p) {
+    const vivace_linear_part& part = from.parts[p];
+    args.parts[static_cast<size_t>(p)] = {.weight = reader.tensor("weight", part.weight),
+                                          .weight_scale = reader.tensor("weight_scale", part.weight_scale),
+                                          .bias = reader.tensor("bias", part.bias),
+                                          .y = reader.tensor("y", part.y)};
+  }
+  return args;
+}
+
+EmbeddingArgs read(Reader& reader, const vivace_embedding_args& from) {
+  return {.ids = reader.tensor("ids", from.ids),
+          .table = reader.tensor("table", from.table),
+          .y = reader.tensor("y", from.y)};
+}
+
+AttentionPrologueArgs read(Reader& reader, const vivace_attention_prologue_args& from) {
+  return {.qkv = reader.tensor("qkv", from.qkv),
+          .q_norm_weight = reader.tensor("q_norm_weight", from.q_norm_weight),
+          .k_norm_weight = reader.tensor("k_norm_weight", from.k_norm_weight),
+          .cos_sin = reader.tensor("cos_sin", from.cos_sin),
+          .positions = reader.tensor("positions", from.positions),
+          .slots = reader.tensor("slots", from.slots),
+          .q = reader.tensor("q", from.q),
+          .k = reader.tensor("k", from.k),
+          .v = reader.tensor("v", from.v),
+          .q_scale = reader.tensor("q_scale", from.q_scale),
+          .k_scale = reader.tensor("k_scale", from.k_scale),
+          .v_scale = reader.tensor("v_scale", from.v_scale),
+          .qk_norm = reader.one_of("qk_norm", from.qk_norm, QkNorm::rope_then_norm),
+          .rope_style = reader.one_of("rope_style", from.rope_style, RopeStyle::interleaved),
+          .eps = from.eps};
+}
+
+AttentionPrefillArgs read(Reader& reader, const vivace_attention_prefill_args& from) {
+  return {.attention = read_attention(reader, from.attention),
+          .max_query_tokens = from.max_query_tokens,
+          .split_tokens = from.split_tokens};
+}
+
+AttentionDecodeArgs read(Reader& reader, const vivace_attention_decode_args& from) {
+  return {.attention = read_attention(reader, from.attention),
+          .max_query_tokens = from.max_query_tokens,
+          .params = read_params(from.params),
+          .schedule = reader.tensor("schedule", from.schedule),
+          .old_keys_ready = from.old_keys_ready != 0,
+          .workspace = reader.tensor("workspace", from.workspace)};
+}
+
+DecodeScheduleArgs read(Reader& reader, const vivace_decode_schedule_args& from) {
+  return {.kv_lengths = reader.tensor("kv_lengths", from.kv_lengths),
+          .query_start = reader.tensor("query_start", from.query_start),
+          .params = read_params(from.params),
+          .schedule = reader.tensor("schedule", from.schedule)};
+}
+
+RouterWeightSource read(Reader& reader, const vivace_router_weight_source& from) {
+  return {.weight = reader.tensor("weight", from.weight),
+          .mode = reader.one_of("mode", from.mode, RouterMode::exact),
+          .version = from.version,
+          .storage = reader.tensor("storage", from.storage)};
+}
+
+RouterGemmArgs read(Reader& reader, const vivace_router_gemm_args& from) {
+  RouterGemmArgs args{.x = reader.tensor("x", from.x),
+                      .weight_version = from.current_version,
+                      .bias = reader.tensor("bias", from.bias),
+                      .scores = reader.tensor("scores", from.scores)};
+  args.weight.term_count = static_cast<int>(
+      reader.number("weight.term_count", from.weight.term_count, 1, RouterWeight::kMaxTerms));
+  args.weight.mode = reader.one_of("weight.mode", from.weight.mode, RouterMode::exact);
+  args.weight.version = from.weight.version;
+  for (int i = 0; i < args.weight.term_count; ++i) {
+    args.weight.terms[i] = reader.tensor("weight.terms", from.weight.terms[i]);
+  }
+  return args;
+}
+
+RouteTopKArgs read(Reader& reader, const vivace_route_top_k_args& from) {
+  return {.scores = reader.tensor("scores", from.scores),
+          .correction_bias = reader.tensor("correction_bias", from.correction_bias),
+          .expert_ids = reader.tensor("expert_ids", from.expert_ids),
+          .expert_weights = reader.tensor("expert_weights", from.expert_weights),
+          .zero_weight = reader.tensor("zero_weight", from.zero_weight),
+          .live_tokens = reader.tensor("live_tokens", from.live_tokens),
+          .scoring = reader.one_of("scoring", from.scoring, RouteScoring::sigmoid),
+          .renormalise = from.renormalise != 0,
+          .scale = from.scale,
+          .groups = from.groups == 0 ? 1 : from.groups,
+          .top_groups = from.top_groups == 0 ? 1 : from.top_groups,
+          .zero_experts = from.zero_experts};
+}
+
+FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
+  return {.x = reader.tensor("x", from.x),
+          .x_scale = reader.tensor("x_scale", from.x_scale),
+          .gate_up = reader.tensor("gate_up", from.gate_up),
+          .down = reader.tensor("down", from.down),
+          .gate_up_scale = reader.tensor("gate_up_scale", from.gate_up_scale),
+          .down_scale = reader.tensor("down_scale", from.down_scale),
+          .act_scale = reader.tensor("act_scale", from.act_scale),
+          .block_offset = from.block_offset,
+          .experts = reader.experts(from.experts, from.expert_count),
+          .shared = reader.expert("shared", from.shared),
+          .expert_ids = reader.tensor("expert_ids", from.expert_ids),
+          .expert_weights = reader.tensor("expert_weights", from.expert_weights),
+          .y = reader.tensor("y", from.y),
+          .workspace = reader.tensor("workspace", from.workspace)};
+}
+
+GroupedGemmArgs read(Reader& reader, const vivace_grouped_gemm_args& from) {
+  return {.x = reader.tensor("x", from.x),
+          .weight = reader.tensor("weight", from.weight),
+          .group_start = reader.tensor("group_start", from.group_start),
+          .group_rows = reader.tensor("group_rows", from.group_rows),
+          .x_scale = reader.tensor("x_scale", from.x_scale),
+          .weight_scale = reader.tensor("weight_scale", from.weight_scale),
+          .y = reader.tensor("y", from.y)};
+}
+
+SiluMulArgs read(Reader& reader, const vivace_silu_mul_args& from) {
+  return {.gate = reader.tensor("gate", from.gate),
+          .up = reader.tensor("up", from.up),
+          .y = reader.tensor("y", from.y),
+          .y_scale = reader.tensor("y_scale", from.y_scale),
+          .y_scaling = reader.one_of("y_scaling", from.y_scaling, Fp8Scaling::block)};
+}
+
+QuantizeFp8Args read(Reader& reader, const vivace_quantize_fp8_args& from) {
+  return {.x = reader.tensor("x", from.x),
+          .y = reader.tensor("y", from.y),
+          .scale = reader.tensor("scale", from.scale),
+          .scaling = reader.one_of("scaling", from.scaling, Fp8Scaling::block)};
+}
+
+SamplerArgs read(Reader& reader, const vivace_sampler_args& from) {
+  return {.logits = reader.tensor("logits", from.logits),
+          .temperature = reader.tensor("temperature", from.temperature),
+          .top_p = reader.tensor("top_p", from.top_p),
+          .min_p = reader.tensor("min_p", from.min_p),
+          .top_k = reader.tensor("top_k", from.top_k),
+          .repetition_penalty = reader.tensor("repetition_penalty", from.repetition_penalty),
+          .presence_penalty = reader.tensor("presence_penalty", from.presence_penalty),
+          .frequency_penalty = reader.tensor("frequency_penalty", from.frequency_penalty),
+          .seed = reader.tensor("seed", from.seed),
+          .position = reader.tensor("position", from.position),
+          .prompt_bits = reader.tensor("prompt_bits", from.prompt_bits),
+          .output_counts = reader.tensor("output_counts", from.output_counts),
+          .state = reader.tensor("state", from.state),
+          .count_ids = from.count_ids != 0,
+          .bias_start = reader.tensor("bias_start", from.bias_start),
+          .bias_ids = reader.tensor("bias_ids", from.bias_ids),
+          .bias_values = reader.tensor("bias_values", from.bias_values),
+          .allowed_bits = reader.tensor("allowed_bits", from.allowed_bits),
+          .ids = reader.tensor("ids", from.ids),
+          .valid = reader.tensor("valid", from.valid),
+          .logprobs = reader.tensor("logprobs", from.logprobs),
+          .top_ids = reader.tensor("top_ids", from.top_ids),
+          .top_logprobs = reader.tensor("top_logprobs", from.top_logprobs),
+          .workspace = reader.tensor("workspace", from.workspace)};
+}
+
+vivace_tensor written(const Tensor& tensor, int ordinal) {
+  vivace_tensor out{};
+  out.data = tensor.data;
+  out.dtype = static_cast<int32_t>(tensor.dtype);
+  out.rank = tensor.rank;
+  out.device = static_cast<int32_t>(tensor.device);
+  out.ordinal = ordinal;
+  std::copy_n(tensor.shape.begin(), tensor.rank, out.shape);
+  std::copy_n(tensor.stride.begin(), tensor.rank, out.stride);
+  return out;
+}
+
+Status same_struct(std::string_view place, const void* given, void* copy, size_t bytes,
+                   const void*& current) {
+  if (given == nullptr) return invalid_argument("{}: the arguments are null", place);
+  size_t theirs = 0;
+  std::memcpy(&theirs, given, sizeof(theirs));  // struct_bytes stands first in all of them
+  current = given;
+  if (theirs == bytes) return {};
+  constexpr size_t kMost = 1 << 16;
+  if (theirs < sizeof(theirs) || theirs > kMost) {
+    return invalid_argument("{}: struct_bytes is {}, needs the sizeof of the arguments, which is {} here",
+                            place, theirs, bytes);
+  }
+  const auto* from = static_cast<const unsigned char*>(given);
+  if (std::any_of(from + std::min(theirs, bytes), from + theirs,
+                  [](unsigned char byte) { return byte != 0; })) {
+    return error(Code::unsupported,
+                 "{}: struct_bytes is {}, this library knows {} bytes of it, and something is set beyond "
+                 "them; it is older "
+                 "than its caller",
+                 place, theirs, bytes);
+  }
+  std::memset(copy, 0, bytes);
+  std::memcpy(copy, given, std::min(theirs, bytes));
+  current = copy;
+  return {};
+}
+
+}  // namespace vivace::c_api
