@@ -68,7 +68,8 @@ enum { /* vivace_tensor.dtype */
 enum { VIVACE_CPU = 0, VIVACE_CUDA = 1 }; /* device */
 enum { VIVACE_MAX_RANK = 5 };
 
-/* A view of memory. Strides count elements; the last dimension must be contiguous. All zeros: absent. */
+/* A view of memory. Strides count elements; the last dimension must be contiguous. The stride of a dimension of one element, and
+ * all strides without elements, mean nothing. All zeros: absent. */
 typedef struct vivace_tensor {
   void* data; /* may be null without elements, and in queries */
   int32_t dtype;

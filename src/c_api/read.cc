@@ -29,14 +29,26 @@ bool multiply(int64_t& a, int64_t b) {
   return true;
 }
 
+/// The strides of dimensions along which nothing steps say nothing, and other libraries put anything there: they become those of
+/// a dense tensor.
+void mend_strides(Tensor& tensor) {
+  const bool empty = tensor.elements() == 0;
+  int64_t dense = 1;
+  for (int i = tensor.rank - 1; i >= 0; --i) {
+    if (empty || tensor.shape[i] == 1) tensor.stride[i] = dense;
+    if (__builtin_mul_overflow(tensor.stride[i], tensor.shape[i], &dense)) dense = 1;  // of an empty one
+  }
+}
+
 /// Whether every address of the tensor, and its number of bytes, is a number that arithmetic on it can hold.
 bool measurable(const vivace_tensor& t) {
   constexpr int64_t kLargestElement = 256;  // of any type, in bytes per block
   int64_t bytes = kLargestElement, reach = 0;
   for (int i = 0; i < t.rank; ++i) {
+    if (!multiply(bytes, t.shape[i])) return false;
+    if (t.shape[i] <= 1) continue;
     int64_t step = kLargestElement;
-    if (!multiply(bytes, t.shape[i]) || !multiply(step, t.stride[i]) || !multiply(step, t.shape[i]))
-      return false;
+    if (!multiply(step, t.stride[i]) || !multiply(step, t.shape[i])) return false;
     if (step > (int64_t{1} << 62) - reach) return false;
     reach += step;
   }
@@ -89,7 +101,7 @@ Tensor Reader::tensor(std::string_view name, const vivace_tensor& from) {
                           from.ordinal, ordinal_));
   }
   for (int i = 0; status_.ok() && i < from.rank; ++i) {
-    if (from.shape[i] < 0 || from.stride[i] < 0) {
+    if (from.shape[i] < 0 || (from.shape[i] > 1 && from.stride[i] < 0)) {
       fail(invalid_argument("{}: {}.{}[{}] is {}, needs at least 0", place_, name,
                             from.shape[i] < 0 ? "shape" : "stride", i,
                             from.shape[i] < 0 ? from.shape[i] : from.stride[i]));
@@ -106,6 +118,7 @@ Tensor Reader::tensor(std::string_view name, const vivace_tensor& from) {
   tensor.rank = from.rank;
   std::copy_n(from.shape, from.rank, tensor.shape.begin());
   std::copy_n(from.stride, from.rank, tensor.stride.begin());
+  mend_strides(tensor);
   return tensor;
 }
 

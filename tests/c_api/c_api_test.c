@@ -73,6 +73,21 @@ static void test_a_call(void) {
   CHECK(cost.bytes == 4 * 4 * 2 + 2 * 4 && cost.flops == 24);
 }
 
+/* Strides along which nothing steps may be anything, and a tensor without elements needs no memory. */
+static void test_strides_that_mean_nothing(void) {
+  float x[4] = {3, 4}, weight[2] = {1, 2}, y[4] = {0};
+  vivace_rms_norm_args args = rms_norm_of(x, weight, y);
+  args.x.shape[0] = args.y.shape[0] = 1;
+  args.x.stride[0] = -7;
+  args.y.stride[0] = INT64_MAX;
+  CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
+  CHECK(fabsf(y[1] - 8 / sqrtf(12.5f)) < 1e-6f);
+  args.x.shape[0] = args.y.shape[0] = 0;
+  args.x.stride[1] = 0;
+  args.x.data = NULL;
+  CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
+}
+
 static void test_refusals(void) {
   float x[4] = {3, 4, 0, 2}, weight[2] = {1, 2}, y[4] = {0};
   vivace_rms_norm_args args = rms_norm_of(x, weight, y);
@@ -394,6 +409,7 @@ static void test_shared_context(void) {
 int main(void) {
   test_versions();
   test_a_call();
+  test_strides_that_mean_nothing();
   test_refusals();
   test_other_sizes();
   test_empty_arguments();

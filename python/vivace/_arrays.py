@@ -1,0 +1,241 @@
+"""What the library needs to know of an array: where it lies, its type, shape and strides. NumPy arrays, torch tensors, and
+anything that speaks DLPack; neither NumPy nor torch is imported before an array of theirs arrives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
+
+CPU, CUDA = 0, 1
+MAX_RANK = 5
+TENSOR_BYTES = 24 + 16 * MAX_RANK
+
+DTYPES = {"f32": 1, "f16": 2, "bf16": 3, "fp8_e4m3": 4, "u8": 5, "i32": 6, "i64": 7,
+          "q4_0": 16, "q4_1": 17, "q8_0": 18, "q4_k": 19, "q6_k": 20}
+_BLOCKS = {"q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
+
+# A vivace_tensor of each rank: pointer, type, rank, device, ordinal, shape, strides.
+_PACK = [struct.Struct(f"=Qiiii{rank}q{8 * (MAX_RANK - rank)}x{rank}q{8 * (MAX_RANK - rank)}x").pack
+         for rank in range(MAX_RANK + 1)]
+
+
+def pack(address: int, dtype: int, device: int, ordinal: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+    rank = len(shape)
+    if rank > MAX_RANK:
+        raise ValueError(f"vivace: an array has {rank} dimensions, at most {MAX_RANK} are known")
+    return _PACK[rank](address, dtype, rank, device, ordinal, *shape, *strides)
+
+
+class Typed:
+    """An array whose bytes are numbers of a type that its own library lacks: bf16 in a uint16 array, fp8 in a uint8 array, a
+    GGUF block format in a contiguous uint8 array (then with its shape in weights).
+    """
+
+    __slots__ = ("array", "dtype", "shape")
+
+    def __init__(self, array: Any, dtype: str, shape: Sequence[int] | None = None) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"vivace.Typed: dtype is {dtype!r}, needs one of {', '.join(DTYPES)}")
+        self.array, self.dtype = array, dtype
+        self.shape = tuple(array.shape if shape is None else shape)
+        size = array.dtype.itemsize
+        if dtype in _BLOCKS:
+            elements, block = _BLOCKS[dtype]
+            count = 1
+            for extent in self.shape:
+                count *= extent
+            if not self.shape or self.shape[-1] % elements or count // elements * block != array.nbytes:
+                raise ValueError(f"vivace.Typed: {dtype} of shape {self.shape} takes rows of whole blocks of {elements} weights and "
+                                 f"{count // elements * block} bytes, the array has {array.nbytes}")
+            if not array.flags.c_contiguous:
+                raise ValueError(f"vivace.Typed: {dtype} needs a contiguous array")
+        elif shape is not None or size != {"f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i64": 8}.get(dtype, 1):
+            raise ValueError(f"vivace.Typed: {dtype} has another width than the array's {array.dtype}, or a shape was given")
+
+    def __repr__(self) -> str:
+        return f"vivace.Typed({self.array!r}, {self.dtype!r})"
+
+    def _describe(self) -> bytes:
+        if self.dtype not in _BLOCKS:
+            return _describe_numpy(self.array, DTYPES[self.dtype])
+        strides, step = [], 1
+        for extent in reversed(self.shape):
+            strides.append(step)
+            step *= extent
+        return pack(_address(self.array), DTYPES[self.dtype], CPU, 0, self.shape, strides[::-1])
+
+
+# --- NumPy -------------------------------------------------------------------------------------------------------------------
+
+_NUMPY_NAMES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4, "uint8": 5, "bool": 5, "int32": 6, "uint32": 6,
+                "int64": 7}
+_NUMPY_TYPES = {"f32": "float32", "f16": "float16", "u8": "uint8", "i32": "int32", "i64": "int64"}
+_numpy_codes: dict[Any, int] = {}
+
+
+def _numpy_code(dtype: Any) -> int:
+    code = _NUMPY_NAMES.get(dtype.name)
+    if code is None or not dtype.isnative:
+        raise ValueError(f"vivace: a NumPy array has the type {dtype}, needs one of {', '.join(_NUMPY_NAMES)}, or vivace.Typed")
+    _numpy_codes[dtype] = code
+    return code
+
+
+def _address(array: Any) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _describe_numpy(array: Any, code: int = 0) -> bytes:
+    dtype = array.dtype
+    size = dtype.itemsize
+    strides = [step // size for step in array.strides]
+    if any(step % size for step in array.strides):
+        raise ValueError(f"vivace: a NumPy array has strides of {array.strides} bytes, needs multiples of its {size} bytes an element")
+    return pack(_address(array), code or _numpy_codes.get(dtype) or _numpy_code(dtype), CPU, 0, array.shape, strides)
+
+
+def _empty_numpy(shape: Sequence[int], dtype: str) -> Any:
+    numpy = sys.modules["numpy"]
+    if dtype in _NUMPY_TYPES:
+        return numpy.empty(shape, _NUMPY_TYPES[dtype])
+    if "ml_dtypes" in sys.modules:
+        return numpy.empty(shape, getattr(sys.modules["ml_dtypes"], {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}[dtype]))
+    return Typed(numpy.empty(shape, "uint16" if dtype == "bf16" else "uint8"), dtype)
+
+
+# --- DLPack ------------------------------------------------------------------------------------------------------------------
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+                ("byte_offset", ctypes.c_uint64)]
+
+
+_DL_CPU, _DL_DEVICES = 1, {1: CPU, 2: CUDA, 3: CPU, 13: CUDA}  # also pinned and managed memory
+_DL_TYPES = {(2, 32): 1, (2, 16): 2, (4, 16): 3, (10, 8): 4, (1, 8): 5, (6, 8): 5, (0, 32): 6, (1, 32): 6, (0, 64): 7}
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _describe_dlpack(array: Any) -> bytes:
+    kind, ordinal = array.__dlpack_device__()
+    device = _DL_DEVICES.get(kind)
+    if device is None:
+        raise ValueError(f"vivace: an array lies on a device of DLPack's kind {kind}, needs 1 (CPU) or 2 (CUDA)")
+    # The library that made the array orders its own work before this stream; the legacy default stream is 1 there.
+    capsule = array.__dlpack__() if device == CPU else array.__dlpack__(stream=current_stream() or 1)
+    tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))  # borrowed: the capsule keeps its own claim
+    code = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if code is None:
+        raise ValueError(f"vivace: an array has DLPack's type ({tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes), which is unknown here")
+    shape = tensor.shape[:tensor.ndim]
+    if tensor.strides:
+        strides = tensor.strides[:tensor.ndim]
+    else:
+        strides, step = [], 1
+        for extent in reversed(shape):
+            strides.append(step)
+            step *= extent
+        strides.reverse()
+    return pack((tensor.data or 0) + tensor.byte_offset, code, device, ordinal if device == CUDA else 0, shape, strides)
+
+
+# --- the current stream of arrays that have none of their own ------------------------------------------------------------------
+
+_local = threading.local()
+
+
+def current_stream() -> int:
+    """What use_stream set for this thread; 0: the default stream."""
+    return getattr(_local, "stream", 0)
+
+
+@contextmanager
+def use_stream(handle: int) -> Iterator[None]:
+    """Within the block, this thread's calls on arrays of other libraries than torch run on this CUDA stream (a cudaStream_t as an
+    integer). torch's tensors always use torch's current stream.
+    """
+    before = current_stream()
+    _local.stream = handle
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+# --- arrays of any kind --------------------------------------------------------------------------------------------------------
+
+class Library(NamedTuple):
+    """How to treat the arrays of one Python library."""
+
+    describe: Callable[[Any], bytes]
+    place: Callable[[Any], "tuple[int, int] | None"]  # None: the CPU; else (ordinal, stream)
+    empty: Callable[[Any, Sequence[int], str], Any]  # beside an array
+    dtype: Callable[[Any], str]
+    writable: Callable[[Any], bool]
+
+
+def _name_of_code(code: int) -> str:
+    return next(name for name, number in DTYPES.items() if number == code)
+
+
+def _dlpack_place(array: Any) -> tuple[int, int] | None:
+    kind, ordinal = array.__dlpack_device__()
+    return None if _DL_DEVICES.get(kind, CPU) == CPU else (ordinal, current_stream())
+
+
+def _dlpack_empty(array: Any, shape: Sequence[int], dtype: str) -> Any:
+    raise TypeError(f"vivace: outputs and workspaces beside a {type(array).__module__}.{type(array).__name__} have to be given")
+
+
+NUMPY = Library(_describe_numpy, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
+                lambda array: _name_of_code(_numpy_codes.get(array.dtype) or _numpy_code(array.dtype)),
+                lambda array: array.flags.writeable)
+TYPED = Library(Typed._describe, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
+                lambda array: array.dtype, lambda array: array.array.flags.writeable)
+DLPACK = Library(_describe_dlpack, _dlpack_place, _dlpack_empty,
+                 lambda array: _name_of_code(struct.unpack_from("=Qi", _describe_dlpack(array))[1]), lambda array: True)
+
+LIBRARIES: dict[type, Library] = {Typed: TYPED}
+
+
+def library_of(array: Any) -> Library:
+    kind = type(array)
+    found = LIBRARIES.get(kind)
+    return found if found is not None else _find(kind)
+
+
+def _find(kind: type) -> Library:
+    modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if "torch" in modules and issubclass(kind, sys.modules["torch"].Tensor):
+        from . import torch_ops
+        LIBRARIES[kind] = torch_ops.TORCH
+    elif "numpy" in modules and issubclass(kind, sys.modules["numpy"].ndarray):
+        LIBRARIES[kind] = NUMPY
+    elif hasattr(kind, "__dlpack__"):
+        LIBRARIES[kind] = DLPACK
+    else:
+        raise TypeError(f"vivace: a {kind.__module__}.{kind.__name__} is no array: needs NumPy's, torch's, or one with __dlpack__")
+    return LIBRARIES[kind]
+
+
+def describe(array: Any) -> bytes:
+    return library_of(array).describe(array)
+
+
+def place_of(array: Any) -> tuple[int, int] | None:
+    return library_of(array).place(array)
+
+
+def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
+    return library_of(like).empty(like, shape, dtype)
+
+
+def dtype_of(array: Any) -> str:
+    return library_of(array).dtype(array)

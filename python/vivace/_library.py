@@ -1,0 +1,245 @@
+"""The shared library and calls into it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pathlib
+import struct
+import threading
+from typing import Any, NamedTuple
+
+from . import _arrays
+from ._operators import OPERATORS, Operator
+
+ABI_VERSION = 1
+
+
+def _load() -> ctypes.CDLL:
+    path = pathlib.Path(__file__).with_name("libvivace_c.so")
+    if not path.exists():
+        raise ImportError(f"vivace: {path} is missing; `./run wheel` builds a wheel that has it")
+    library = ctypes.CDLL(str(path))
+    if library.vivace_abi_version() != ABI_VERSION:
+        raise ImportError(f"vivace: {path} has version {library.vivace_abi_version()} of the C ABI, this package needs "
+                          f"{ABI_VERSION}: they come from different builds")
+    library.vivace_version.restype = library.vivace_last_error.restype = ctypes.c_char_p
+    library.vivace_decode_schedule_ints.restype = ctypes.c_int64
+    library.vivace_decode_schedule_ints.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+LIBRARY = _load()
+
+_EXCEPTIONS = {1: ValueError, 2: NotImplementedError, 3: ValueError, 5: MemoryError}
+
+
+def check(code: int) -> None:
+    """Raises what a code means, with the library's message."""
+    if code:
+        raise _EXCEPTIONS.get(code, RuntimeError)(LIBRARY.vivace_last_error().decode("utf-8", "replace"))
+
+
+def text_of(function: Any, *args: Any) -> Any:
+    """The document that `function` gives through its last argument."""
+    text = ctypes.c_char_p()
+    check(function(*args, ctypes.byref(text)))
+    return json.loads(text.value or b"null")
+
+
+# --- the process's context: threads, preferences, counts ---------------------------------------------------------------------
+
+class _ContextOptions(ctypes.Structure):
+    _fields_ = [("struct_bytes", ctypes.c_size_t), ("threads", ctypes.c_int64), ("prefer", ctypes.c_char_p)]
+
+
+def _make_context(threads: int, prefer: str) -> int:
+    options = _ContextOptions(ctypes.sizeof(_ContextOptions), threads, prefer.encode() if prefer else None)
+    context = ctypes.c_void_p()
+    check(LIBRARY.vivace_context_create(ctypes.byref(options), ctypes.byref(context)))
+    return context.value or 0
+
+
+_lock = threading.Lock()
+_options = {"threads": 0, "prefer": ""}
+_context: int | None = None
+
+
+def context() -> int:
+    """The context of this process, made when first needed. Contexts that were replaced live on: calls may be using them."""
+    global _context
+    if _context is None:
+        with _lock:
+            if _context is None:
+                _context = _make_context(**_options)
+    return _context
+
+
+def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
+    """Sets how this process runs operators; what is not given stays as it is. Counts start anew.
+
+    threads  for calls on the CPU; 0: the cores that the process may use
+    prefer   "OP=ROW[,OP=ROW...]": only rows of that name, or with that prefix up to a dot, are tried for OP; a call that they
+             refuse is an error with their reasons. "": each table's order.
+    """
+    global _context
+    wanted = dict(_options)
+    if threads is not None:
+        wanted["threads"] = threads
+    if prefer is not None:
+        wanted["prefer"] = prefer
+    made = _make_context(**wanted)
+    with _lock:
+        _options.update(wanted)
+        _context = made
+    _streams.clear()
+
+
+def _after_fork() -> None:
+    global _context, _lock
+    _context, _lock = None, threading.Lock()  # the parent's threads are not here
+    _streams.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+# --- streams -----------------------------------------------------------------------------------------------------------------
+
+_STREAM = struct.Struct("=iiiiQQ")
+_streams: dict[tuple[int, int] | None, bytes] = {}
+
+
+def stream_bytes(place: tuple[int, int] | None) -> bytes:
+    """A vivace_stream: the CPU for None, else (ordinal, handle) of a CUDA stream."""
+    found = _streams.get(place)
+    if found is None:
+        ordinal, handle = place or (0, 0)
+        found = _STREAM.pack(_arrays.CPU if place is None else _arrays.CUDA, ordinal, 0, 0, handle, context())
+        if len(_streams) > 256:  # handles of streams that are gone
+            _streams.clear()
+        _streams[place] = found
+    return found
+
+
+# --- calls -------------------------------------------------------------------------------------------------------------------
+
+_NOTHING, _ABSENT_TENSOR = b"", bytes(_arrays.TENSOR_BYTES)
+_ON_CPU = struct.pack("=i", _arrays.CPU)
+
+
+class Choice(NamedTuple):
+    """Which row of an operator's table would run, and why those before it would not."""
+
+    row: str | None
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.row or "no row fits", *(f"  not {row}: {reason}" for row, reason in self.refused)])
+
+
+class Cost(NamedTuple):
+    """What a call must move and compute at least."""
+
+    bytes: int
+    flops: int
+
+
+class Entry:
+    """One operator of the library. What runs per call here is a good part of a small call's time."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+        kinds = [argument.kind for argument in operator.arguments]
+        self.struct_bytes = 8 + sum(_arrays.TENSOR_BYTES if kind == "tensor" else 8 for kind in kinds)
+        self._header = struct.pack("=Q", self.struct_bytes)
+        self._tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
+        self._numbers = []  # neighbours that are packed together: (first, end, pack)
+        for i, kind in enumerate(kinds):
+            if kind == "tensor" or (i > 0 and kinds[i - 1] != "tensor"):
+                continue
+            end = next((j for j in range(i, len(kinds)) if kinds[j] == "tensor"), len(kinds))
+            self._numbers.append((i, end, struct.Struct("=" + "".join("d" if k == "float" else "q" for k in kinds[i:end])).pack))
+        self._written = tuple(i for i, argument in enumerate(operator.arguments) if argument.written)
+        self._run = self._function("")
+        self._explain, self._cost = self._function("_explain"), self._function("_cost")
+        self._workspace_bytes = self._function("_workspace_bytes") if operator.workspace is not None else None
+
+    def _function(self, suffix: str) -> Any:
+        function = getattr(LIBRARY, f"vivace_{self.operator.name}{suffix}")
+        function.restype = ctypes.c_int32
+        function.argtypes = [ctypes.c_char_p, ctypes.c_void_p if suffix == "_cost" else ctypes.c_char_p]
+        if suffix in ("_explain", "_workspace_bytes"):
+            function.argtypes.append(ctypes.c_void_p)
+        return function
+
+    def _parts(self, values: tuple, library: _arrays.Library) -> list[bytes]:
+        """The arguments as the struct's bytes, one item for each value; `library` is that of the first."""
+        kind, describe, other = type(values[0]), library.describe, _arrays.describe
+        parts = [self._header] + [_NOTHING] * len(values)
+        for i in self._tensors:
+            value = values[i]
+            if value is None:
+                parts[i + 1] = _ABSENT_TENSOR
+            elif type(value) is kind:
+                parts[i + 1] = describe(value)
+            else:
+                parts[i + 1] = other(value)
+        for first, end, pack in self._numbers:
+            parts[first + 1] = pack(*values[first:end])
+        return parts
+
+    def _call(self, values: tuple) -> tuple[list[bytes], bytes]:
+        library = _arrays.library_of(values[0])
+        return self._parts(values, library), stream_bytes(library.place(values[0]))
+
+    def run(self, values: tuple) -> None:
+        """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""
+        parts, stream = self._call(values)
+        if stream[:4] == _ON_CPU:  # nothing else has read-only arrays
+            self._check_writable(values)
+        place, scratch = self.operator.workspace, None
+        if place is not None and values[place] is None:
+            needed = self._needed(b"".join(parts), stream)
+            if needed:
+                scratch = _arrays.empty(values[0], (needed,), "u8")
+                parts[place + 1] = _arrays.describe(scratch)
+        code = self._run(b"".join(parts), stream)
+        if code:
+            check(code)
+
+    def _check_writable(self, values: tuple) -> None:
+        for i in self._written:
+            if values[i] is not None and not _arrays.library_of(values[i]).writable(values[i]):
+                raise ValueError(f"{self.operator.name}: {self.operator.arguments[i].name} is written, but the array is read-only")
+
+    def _needed(self, args: bytes, stream: bytes) -> int:
+        needed = ctypes.c_int64()
+        check(self._workspace_bytes(args, stream, ctypes.byref(needed)))
+        return needed.value
+
+    def workspace_bytes(self, values: tuple) -> int:
+        if self._workspace_bytes is None:
+            return 0
+        parts, stream = self._call(values)
+        return self._needed(b"".join(parts), stream)
+
+    def explain(self, values: tuple) -> Choice:
+        parts, stream = self._call(values)
+        found = text_of(self._explain, b"".join(parts), stream)
+        return Choice(found["row"], tuple((item["row"], item["reason"]) for item in found["refused"]))
+
+    def cost(self, values: tuple) -> Cost:
+        found = (ctypes.c_int64 * 2)()
+        check(self._cost(b"".join(self._call(values)[0]), found))
+        return Cost(*found)
+
+    def schedule_params(self, values: tuple) -> tuple[int, ...]:
+        """Of attention_decode alone."""
+        found = (ctypes.c_int64 * 7)()
+        parts, stream = self._call(values)
+        check(LIBRARY.vivace_attention_decode_schedule_params(b"".join(parts), stream, found))
+        return tuple(found)
+
+
+ENTRIES = {name: Entry(operator) for name, operator in OPERATORS.items()}

@@ -1,0 +1,42 @@
+"""bf16 and fp8 for NumPy, which has neither: arrays of their bits, as vivace.Typed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._arrays import Typed
+
+
+def bf16(values: Any) -> Typed:
+    """A float32 array rounded to nearest even."""
+    import numpy
+    bits = numpy.ascontiguousarray(values, "float32").view("uint32")
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return Typed(numpy.where(numpy.isnan(values), 0x7FC0, rounded).astype("uint16"), "bf16")
+
+
+def fp8(values: Any, scale: float = 1.0) -> Typed:
+    """A float32 array divided by `scale` and rounded to e4m3: nearest even, saturating."""
+    import numpy
+
+    from .ops import quantize_fp8
+    values = numpy.ascontiguousarray(values, "float32")
+    flat = numpy.empty((1, values.size), "uint8")
+    quantize_fp8(values.reshape(1, -1), scaling="tensor", scale=numpy.array([scale], "float32"), out=Typed(flat, "fp8_e4m3"))
+    return Typed(flat.reshape(values.shape), "fp8_e4m3")
+
+
+def f32(values: Any) -> Any:
+    """The float32 array that bits of bf16, f16 or fp8 stand for; float arrays of NumPy's pass."""
+    import numpy
+    if not isinstance(values, Typed):
+        return numpy.asarray(values).astype("float32")
+    if values.dtype == "bf16":
+        return (values.array.astype("uint32") << 16).view("float32")
+    if values.dtype != "fp8_e4m3":
+        raise ValueError(f"vivace.numbers.f32: the type is {values.dtype}, needs bf16, fp8_e4m3 or a type of NumPy's")
+    bits = values.array.astype("int32")
+    exponent, fraction = (bits >> 3) & 15, bits & 7
+    magnitude = numpy.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0**(exponent - 7.0))
+    magnitude = numpy.where((bits & 127) == 127, numpy.nan, magnitude)
+    return numpy.where(bits & 128, -magnitude, magnitude).astype("float32")

@@ -1,0 +1,510 @@
+"""The operators. Arrays are NumPy's, torch's, or any that speak DLPack, all of one call on one device; what is computed, and what is
+refused, is stated in the C++ header of the same name (include/vivace/). Outputs that are not given are allocated; a workspace
+too, unless it is given. On the CPU a call runs to its end, on a GPU it is enqueued on the current stream and may be captured in a
+CUDA graph (call it once before: kernels are loaded when they are first used).
+
+Each operator also says what a call of it would do, without doing it:
+
+    vivace.linear.explain(x, weight)          -> Choice: the row that would run, and why those before it would not
+    vivace.linear.cost(x, weight)             -> Cost: bytes and operations that it needs at least
+    vivace.linear.workspace_bytes(x, weight)  -> int: the scratch that it needs
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
+
+from . import _arrays, _library
+from ._arrays import dtype_of, empty
+from ._library import Choice, Cost
+
+Array = Any  # NumPy's, torch's, vivace.Typed, or anything with __dlpack__
+
+_SCALING = {"tensor": 0, "token": 1, "block": 2}
+_BLOCK = 128
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _choice_of(place: str, value: str, names: dict[str, int]) -> int:
+    if value not in names:
+        raise ValueError(f"{place} is {value!r}, needs one of {', '.join(map(repr, names))}")
+    return names[value]
+
+
+def _run(name: str, values: tuple) -> None:
+    _library.ENTRIES[name].run(values)
+
+
+class Operator(Generic[P, R]):
+    """An operator that can be called, and asked about a call. `build` gives the arguments in the order of the library's struct, and
+    what the call returns."""
+
+    def __init__(self, name: str, build: Callable[P, tuple[tuple, R]]) -> None:
+        self.name = name
+        self._build = build
+        functools.update_wrapper(self, build)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            values, result = self._build(*args, **kwargs)
+        except AttributeError:
+            _arrays.library_of(args[0])  # TypeError: it is no array
+            raise
+        torch_ops = sys.modules.get("vivace.torch_ops")
+        if torch_ops is not None and torch_ops.takes(values[0]):
+            torch_ops.run(self.name, values)
+        else:
+            _run(self.name, values)
+        return result
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
+        """Which row would run this call, and why those before it would not."""
+        return _library.ENTRIES[self.name].explain(self._build(*args, **kwargs)[0])
+
+    def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost:
+        """What this call must move and compute at least."""
+        return _library.ENTRIES[self.name].cost(self._build(*args, **kwargs)[0])
+
+    def workspace_bytes(self, *args: P.args, **kwargs: P.kwargs) -> int:
+        """The scratch that this call needs."""
+        return _library.ENTRIES[self.name].workspace_bytes(self._build(*args, **kwargs)[0])
+
+    def __repr__(self) -> str:
+        return f"<vivace operator {self.name}>"
+
+
+def _operator(build: Callable[P, tuple[tuple, R]]) -> Operator[P, R]:
+    return Operator(build.__name__.removeprefix("_many_"), build)
+
+
+def _blocks(width: int) -> int:
+    return (width + _BLOCK - 1) // _BLOCK
+
+
+def empty_scale(like: Array, shape: Sequence[int], scaling: str) -> Array:
+    """Where the scales of an fp8 array of this shape go that an operator makes: "token" or "block"."""
+    extents = {"token": tuple(shape[:1]), "block": (shape[0], _blocks(shape[-1]))}
+    if scaling not in extents:
+        raise ValueError(f"vivace.empty_scale: scaling is {scaling!r}, needs 'token' or 'block'")
+    return empty(like, extents[scaling], "f32")
+
+
+@_operator
+def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: float = 1e-6, out: Array | None = None,
+             out_scale: Array | None = None, scaling: str = "tensor") -> Array:
+    """residual += x and v = residual, or v = x; then out = v / sqrt(mean(v * v) + eps) * weight.
+
+    x, residual, out  [tokens, hidden], f32 or bf16; out also fp8, then with out_scale; residual is updated in place
+    weight            [hidden], f32, f16 or bf16
+    out_scale         f32: [1], given, for scaling "tensor"; [tokens], made, for "token"; [tokens, ceil(hidden / 128)], made, for "block"
+    """
+    if out is None:
+        out = empty(x, x.shape, dtype_of(x))
+    return (x, residual, weight, out, out_scale, _choice_of("rms_norm: scaling", scaling, _SCALING), eps), out
+
+
+def _linear_values(x: Array, x_scale: Array | None, parts: Sequence[tuple], scaling: str, exact: bool, batch_invariant: bool,
+                   workspace: Array | None) -> tuple:
+    absent = ((None, None, None, None),) * (3 - len(parts))
+    flat = [value for part in (*parts, *absent) for value in part]
+    return (x, x_scale, *flat, workspace, len(parts), _choice_of("linear: scaling", scaling, _SCALING), int(exact),
+            int(batch_invariant))
+
+
+def _product_dtype(x: Array, out_dtype: str | None) -> str:
+    return out_dtype or ("bf16" if dtype_of(x) in ("bf16", "fp8_e4m3") else "f32")
+
+
+@_operator
+def linear(x: Array, weight: Array, bias: Array | None = None, *, x_scale: Array | None = None, weight_scale: Array | None = None,
+           scaling: str = "tensor", exact: bool = False, batch_invariant: bool = False, out: Array | None = None,
+           out_dtype: str | None = None, workspace: Array | None = None) -> Array:
+    """out = x . weight^T + bias.
+
+    x        [tokens, k], f32, bf16 or fp8        weight  [n, k], any type, GGUF's block formats among them
+    bias     [n]                                  out     [tokens, n], f32 or bf16
+    x_scale, weight_scale, scaling                with fp8: vivace.quantize_fp8, and f32 [1] or one per 128 x 128 block of weight
+    exact                                         no quantisation of activations
+    batch_invariant                               a token's bits do not depend on how many there are
+    """
+    if out is None:
+        out = empty(x, (x.shape[0], weight.shape[0]), _product_dtype(x, out_dtype))
+    return _linear_values(x, x_scale, [(weight, weight_scale, bias, out)], scaling, exact, batch_invariant, workspace), out
+
+
+@_operator
+def _many_linear(x: Array, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, *, x_scale: Array | None = None,
+                 weight_scales: Sequence[Array | None] | None = None, scaling: str = "tensor", exact: bool = False,
+                 batch_invariant: bool = False, outs: Sequence[Array] | None = None, out_dtype: str | None = None,
+                 workspace: Array | None = None) -> tuple[Array, ...]:
+    """vivace.linear for one to three weights that share x: x is converted once, and one loop covers them all."""
+    count = len(weights)
+    if not 1 <= count <= 3:
+        raise ValueError(f"linear: there are {count} weights, needs 1 to 3")
+    if outs is None:
+        outs = [empty(x, (x.shape[0], weight.shape[0]), _product_dtype(x, out_dtype)) for weight in weights]
+    parts = list(zip(weights, weight_scales or [None] * count, biases or [None] * count, outs, strict=True))
+    return _linear_values(x, x_scale, parts, scaling, exact, batch_invariant, workspace), tuple(outs)
+
+
+linear_parts = _many_linear
+
+
+@_operator
+def embedding(ids: Array, table: Array, *, out: Array | None = None, out_dtype: str | None = None) -> Array:
+    """out[t] = table[ids[t]].
+
+    ids  i32 [tokens]        table  [vocab, hidden], f32, bf16, f16 or a block format        out  [tokens, hidden], f32 or bf16
+    """
+    if out is None:
+        out = empty(ids, (ids.shape[0], table.shape[1]), out_dtype or ("bf16" if dtype_of(table) == "bf16" else "f32"))
+    return (ids, table, out), out
+
+
+_QK_NORM = {"none": 0, "norm_then_rope": 1, "rope_then_norm": 2}
+_ROPE = {"neox": 0, "interleaved": 1}
+
+
+@_operator
+def attention_prologue(qkv: Array, slots: Array, k: Array, v: Array, *, q_norm_weight: Array | None = None,
+                       k_norm_weight: Array | None = None, cos_sin: Array | None = None, positions: Array | None = None,
+                       qk_norm: str | None = None, rope_style: str = "neox", eps: float = 1e-6, q: Array | None = None,
+                       q_dtype: str | None = None, q_scale: Array | None = None, k_scale: Array | None = None,
+                       v_scale: Array | None = None) -> Array:
+    """Between the QKV projection and attention: splits qkv, normalises and rotates Q and K, writes q, and K and V into their slots.
+
+    qkv        [tokens, (heads_q + 2 heads_kv) * head_dim], f32 or bf16
+    slots      i64 [tokens]: page * page_tokens + offset; -1: nowhere
+    k, v       [pages, page_tokens, heads_kv, head_dim], written; f32, bf16, f16 or fp8, each with strides of its own
+    q          [tokens, heads_q, head_dim], written and returned; f32, bf16 or fp8
+    cos_sin    f32 [max_position, rotary_dim]: cosines, then sines; absent: no RoPE        positions  i32 [tokens]
+    qk_norm    "none", "norm_then_rope" (when weights are given) or "rope_then_norm"
+    q_scale    with fp8 q: f32 [tokens, heads_q], written
+    k_scale    with fp8 k: f32 [1], given, or [pages, page_tokens, heads_kv], written        v_scale  f32 [1] or [heads_kv]
+    """
+    heads_kv, head_dim = k.shape[2], k.shape[3]
+    if q is None:
+        q = empty(qkv, (qkv.shape[0], qkv.shape[1] // max(head_dim, 1) - 2 * heads_kv, head_dim), q_dtype or dtype_of(qkv))
+    if qk_norm is None:
+        qk_norm = "none" if q_norm_weight is None else "norm_then_rope"
+    return (qkv, q_norm_weight, k_norm_weight, cos_sin, positions, slots, q, k, v, q_scale, k_scale, v_scale,
+            _choice_of("attention_prologue: qk_norm", qk_norm, _QK_NORM),
+            _choice_of("attention_prologue: rope_style", rope_style, _ROPE), eps), q
+
+
+def _attention_output(q: Array, out: Array | None) -> Array:
+    if out is not None:
+        return out
+    return empty(q, q.shape, "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
+
+
+@_operator
+def attention_prefill(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, *,
+                      q_scale: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
+                      sinks: Array | None = None, softmax_scale: float = 0.0, window: int = 0, soft_cap: float = 0.0,
+                      max_query_tokens: int = 0, split_tokens: int = 0, out: Array | None = None, lse: Array | None = None) -> Array:
+    """Causal attention of prompts or chunks of prompts over the paged cache, which already holds their keys and values.
+
+    q            [tokens, heads_q, head_dim]; request b owns the rows query_start[b] .. query_start[b + 1], its last tokens
+    k, v         [pages, page_tokens, heads_kv, head_dim]
+    page_table   i32 [requests, max_pages]        kv_lengths  i32 [requests]        query_start  i32 [requests + 1]
+    q_scale, k_scale, v_scale                     with fp8, as vivace.attention_prologue writes and takes them
+    sinks        f32 [heads_q]                    lse  f32 [tokens, heads_q], written
+    softmax_scale 0: 1 / sqrt(head_dim)           window, soft_cap 0: none
+    max_query_tokens                              no request has more query rows; 0: tokens
+    split_tokens                                  keys are added up in groups of so many; 0: in one run
+    """
+    out = _attention_output(q, out)
+    return (q, k, v, page_table, kv_lengths, query_start, out, q_scale, k_scale, v_scale, sinks, lse, softmax_scale, window, soft_cap,
+            max_query_tokens, split_tokens), out
+
+
+class DecodeScheduleParams(NamedTuple):
+    """How the work of a decode step is cut; the same for decode_schedule and the attention_decode calls that use its map."""
+
+    heads_kv: int = 1
+    tile_tokens: int = 64
+    workers: int = 1
+    min_tiles: int = 1
+    request_cost: int = 0
+    window: int = 0
+    piece_tiles: int = 0
+
+
+def decode_schedule_ints(max_requests: int, workers: int) -> int:
+    """int32 values of a map for at most this many requests."""
+    return 16 + 4 * (workers + 1) + (workers + 7) // 8 * 8 + 4 * (max_requests + 1)  # in Python, so that torch can trace it
+
+
+@_operator
+def decode_schedule(kv_lengths: Array, query_start: Array, params: DecodeScheduleParams, *, out: Array | None = None) -> Array:
+    """Cuts the key tiles of all requests and KV heads into one run per worker: once per step and distinct window.
+
+    kv_lengths  i32 [requests]        query_start  i32 [requests + 1]        out  i32, at least decode_schedule_ints() long
+    """
+    if out is None:
+        out = empty(kv_lengths, (decode_schedule_ints(kv_lengths.shape[0], params.workers),), "i32")
+    return (kv_lengths, query_start, out, *params), out
+
+
+@_operator
+def attention_decode(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, schedule: Array,
+                     params: DecodeScheduleParams, *, q_scale: Array | None = None, k_scale: Array | None = None,
+                     v_scale: Array | None = None, sinks: Array | None = None, softmax_scale: float = 0.0, window: int = 0,
+                     soft_cap: float = 0.0, max_query_tokens: int = 1, old_keys_ready: bool = False, out: Array | None = None,
+                     lse: Array | None = None, workspace: Array | None = None) -> Array:
+    """Attention of one decode step: 1 to 8 query tokens per request over the paged cache. Arrays as in attention_prefill.
+
+    schedule, params  what decode_schedule wrote for these lengths and row ranges, and was given
+    old_keys_ready    the caller's word that all but this step's keys were written before the kernel ahead of this call began
+    """
+    out = _attention_output(q, out)
+    return (q, k, v, page_table, kv_lengths, query_start, out, q_scale, k_scale, v_scale, sinks, lse, softmax_scale, window, soft_cap,
+            schedule, workspace, *params, max_query_tokens, int(old_keys_ready)), out
+
+
+def attention_decode_schedule_params(q: Array, k: Array, page_table: Array, *, q_scale: Array | None = None,
+                                     k_scale: Array | None = None, v_scale: Array | None = None, max_query_tokens: int = 1,
+                                     window: int = 0, piece_tiles: int = 0, tile_tokens: int = 64) -> DecodeScheduleParams:
+    """How to cut the schedule of attention_decode calls of these shapes and types, for the row that will run them.
+
+    piece_tiles and window are kept; with piece_tiles a request's bits do not depend on its company. tile_tokens counts on the CPU.
+    """
+    given = DecodeScheduleParams(k.shape[2], tile_tokens, 1, 1, 0, window, piece_tiles)
+    values = (q, k, k, page_table, None, None, q if dtype_of(q) != "fp8_e4m3" else None, q_scale, k_scale, v_scale, None, None, 0.0,
+              window, 0.0, None, None, *given, max_query_tokens, 0)
+    return DecodeScheduleParams(*_library.ENTRIES["attention_decode"].schedule_params(values))
+
+
+_ROUTER_MODES = {"two_term": 0, "exact": 1}
+
+
+class RouterWeight(NamedTuple):
+    """A router weight as a sum of bf16 terms: terms[0] + terms[1] / 256 + terms[2] / 65536. Made by prepare_router_weight."""
+
+    terms: tuple[Array, ...]
+    mode: str
+    version: int = 0
+
+
+class _RouterWeightSource(ctypes.Structure):
+    _fields_ = [("struct_bytes", ctypes.c_size_t), ("weight", ctypes.c_char * _arrays.TENSOR_BYTES),
+                ("storage", ctypes.c_char * _arrays.TENSOR_BYTES), ("mode", ctypes.c_int64), ("version", ctypes.c_uint64)]
+
+
+class _RouterWeight(ctypes.Structure):
+    _fields_ = [("terms", (ctypes.c_char * _arrays.TENSOR_BYTES) * 3), ("term_count", ctypes.c_int64), ("mode", ctypes.c_int64),
+                ("version", ctypes.c_uint64)]
+
+
+def prepare_router_weight(weight: Array, *, mode: str = "exact", version: int = 0) -> RouterWeight:
+    """Splits a router weight [experts, hidden], f32, f16 or bf16, into its terms; at load time, once.
+
+    mode     "exact": equal to the fp32 weight; "two_term": every weight within 2^-16 of its magnitude
+    version  a number of the caller's for these contents, which router_gemm compares
+    """
+    source = _RouterWeightSource(ctypes.sizeof(_RouterWeightSource), mode=_choice_of("prepare_router_weight: mode", mode, _ROUTER_MODES),
+                                 version=version)
+    if _arrays.place_of(weight) is not None:  # the split runs on the CPU; its terms go back to where the weight is
+        made = prepare_router_weight(weight.cpu(), mode=mode, version=version)
+        return made._replace(terms=tuple(term.to(weight.device) for term in made.terms))
+    experts, hidden = weight.shape
+    ctypes.memmove(ctypes.byref(source, _RouterWeightSource.weight.offset), _arrays.describe(weight), _arrays.TENSOR_BYTES)
+    needed = ctypes.c_int64()
+    _library.check(_library.LIBRARY.vivace_router_weight_bytes(ctypes.byref(source), ctypes.byref(needed)))
+    storage = None
+    if needed.value:
+        storage = empty(weight, (needed.value // (2 * experts * hidden) if experts * hidden else 0, experts, hidden), "bf16")
+        plane = _arrays.pack(int.from_bytes(_arrays.describe(storage)[:8], sys.byteorder), _arrays.DTYPES["u8"], _arrays.CPU, 0,
+                             (needed.value,), (1,))
+        ctypes.memmove(ctypes.byref(source, _RouterWeightSource.storage.offset), plane, _arrays.TENSOR_BYTES)
+    made = _RouterWeight()
+    _library.check(_library.LIBRARY.vivace_prepare_router_weight(ctypes.byref(source), ctypes.byref(made)))
+    if storage is None:
+        return RouterWeight((weight,), mode, version)
+    planes = ([_arrays.Typed(plane, "bf16") for plane in storage.array] if isinstance(storage, _arrays.Typed)
+              else [storage[i] for i in range(storage.shape[0])])
+    return RouterWeight(tuple(planes[:made.term_count]), mode, version)
+
+
+@_operator
+def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, weight_version: int | None = None,
+                out: Array | None = None, out_dtype: str = "f32") -> Array:
+    """out = x . weight^T + bias: the logits of a mixture-of-experts router, at fp32 accuracy on bf16 tensor cores.
+
+    x  [tokens, hidden], f32 or bf16        weight  prepare_router_weight        bias  f32 [experts]        out  [tokens, experts]
+    weight_version  of the weight as it is now: another than it was prepared from is refused
+    """
+    terms = weight.terms
+    if not 1 <= len(terms) <= 3:
+        raise ValueError(f"router_gemm: weight has {len(terms)} terms, needs 1 to 3: one made by prepare_router_weight")
+    if out is None:
+        out = empty(x, (x.shape[0], terms[0].shape[0]), out_dtype)
+    version = weight.version if weight_version is None else weight_version
+    return (x, *terms, *((None,) * (3 - len(terms))), len(terms), _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES),
+            weight.version, bias, out, version), out
+
+
+_SCORING = {"softmax": 0, "softmax_chosen": 1, "sigmoid": 2}
+
+
+class Route(NamedTuple):
+    """The experts of each token, and their weights."""
+
+    expert_ids: Array
+    expert_weights: Array
+    zero_weight: Array | None = None
+
+
+@_operator
+def route_top_k(scores: Array, top_k: int, *, correction_bias: Array | None = None, live_tokens: Array | None = None,
+                scoring: str = "softmax", renormalise: bool = True, scale: float = 1.0, groups: int = 1, top_groups: int = 1,
+                zero_experts: int = 0, expert_ids: Array | None = None, expert_weights: Array | None = None,
+                zero_weight: Array | None = None) -> Route:
+    """Chooses top_k experts for each token from its router logits, and their weights.
+
+    scores           f32 [tokens, experts]        correction_bias  f32 [experts]: for the choice, not in the weights
+    scoring          "softmax" over all, "softmax_chosen" over the chosen, "sigmoid"
+    renormalise, scale                            divide the chosen weights by their sum; then a factor
+    groups, top_groups                            experts form groups of neighbours, of which the best may be chosen from
+    zero_experts     the last so many are identities: id -1, and their weights add up in zero_weight, f32 [tokens]
+    live_tokens      i32 [1]: tokens from this number on are padding and choose nobody
+    """
+    tokens = scores.shape[0]
+    ids = empty(scores, (tokens, top_k), "i32") if expert_ids is None else expert_ids
+    weights = empty(scores, (tokens, top_k), "f32") if expert_weights is None else expert_weights
+    if zero_experts > 0 and zero_weight is None:
+        zero_weight = empty(scores, (tokens,), "f32")
+    return (scores, correction_bias, ids, weights, zero_weight, live_tokens, _choice_of("route_top_k: scoring", scoring, _SCORING),
+            int(renormalise), scale, groups, top_groups, zero_experts), Route(ids, weights, zero_weight)
+
+
+class ExpertWeights(NamedTuple):
+    """The three matrices of one expert: gate and up [intermediate, hidden], down [hidden, intermediate]; with fp8 their scales."""
+
+    gate: Array
+    up: Array
+    down: Array
+    gate_scale: Array | None = None
+    up_scale: Array | None = None
+    down_scale: Array | None = None
+    act_scale: Array | None = None
+
+
+@_operator
+def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_weights: Array, *, x_scale: Array | None = None,
+              gate_up_scale: Array | None = None, down_scale: Array | None = None, act_scale: Array | None = None,
+              block_offset: int = 0, shared: ExpertWeights | None = None, out: Array | None = None, out_dtype: str | None = None,
+              workspace: Array | None = None) -> Array:
+    """out[t] = sum over j of expert_weights[t, j] * down_e . (silu(gate_e . x_t) * (up_e . x_t)), plus the shared expert.
+
+    x               [tokens, hidden], f32, bf16 or fp8        out  [tokens, hidden]
+    gate_up         [experts, 2 * intermediate, hidden], gate rows first        down  [experts, hidden, intermediate]
+    expert_ids      i32 [tokens, top_k], -1: not here         expert_weights  f32 [tokens, top_k]
+    x_scale         with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]
+    gate_up_scale   with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
+    down_scale      with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
+    act_scale       with fp8 weights of one scale an expert: f32 [1] or [experts]
+    block_offset    where this slice of the intermediate starts in a block of 128
+    """
+    if out is None:
+        out = empty(x, x.shape, out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
+    return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights, out,
+            workspace, 0, 0, block_offset), out
+
+
+@_operator
+def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array, *, x_scale: Array | None = None,
+                 weight_scale: Array | None = None, out: Array | None = None, out_dtype: str | None = None) -> Array:
+    """out[r] = x[r] . weight[g]^T for each row r of each group g; rows of no group are not written.
+
+    x            [rows, k]              weight      [groups, n, k]        out  [rows, n], f32 or bf16
+    group_start  i32 [groups]           group_rows  i32 [groups]
+    x_scale      with fp8 x: f32 [1], or [rows, ceil(k / 128)]
+    weight_scale with fp8 weight: f32 [groups], or [groups, ceil(n / 128), ceil(k / 128)]
+    """
+    if out is None:
+        out = empty(x, (x.shape[0], weight.shape[1]), _product_dtype(x, out_dtype))
+    return (x, weight, group_start, group_rows, x_scale, weight_scale, out), out
+
+
+@_operator
+def silu_mul(gate: Array, up: Array, *, out: Array | None = None, out_scale: Array | None = None, scaling: str = "tensor") -> Array:
+    """out = silu(gate) * up.
+
+    gate, up, out  [tokens, intermediate], f32 or bf16; out also fp8, then with out_scale as in rms_norm
+    """
+    if out is None:
+        out = empty(gate, gate.shape, dtype_of(gate))
+    return (gate, up, out, out_scale, _choice_of("silu_mul: scaling", scaling, _SCALING)), out
+
+
+@_operator
+def quantize_fp8(x: Array, *, scaling: str = "token", scale: Array | None = None, out: Array | None = None) -> tuple[Array, Array]:
+    """out = e4m3(x / scale); value = stored * scale. Returns (out, scale).
+
+    x, out   [tokens, width]; x f32, bf16 or f16
+    scaling  "tensor": scale f32 [1] is given; "token": f32 [tokens], made; "block": f32 [tokens, ceil(width / 128)], made
+    """
+    code = _choice_of("quantize_fp8: scaling", scaling, _SCALING)
+    if out is None:
+        out = empty(x, x.shape, "fp8_e4m3")
+    if scale is None and code != 0:
+        scale = empty_scale(x, x.shape, scaling)
+    return (x, out, scale, code), (out, scale)
+
+
+class Sampled(NamedTuple):
+    """One token per row. valid is 0 where a row had none: its id is 0."""
+
+    ids: Array
+    valid: Array
+    logprobs: Array | None = None
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+@_operator
+def sampler(logits: Array, *, temperature: Array | None = None, top_p: Array | None = None, min_p: Array | None = None,
+            top_k: Array | None = None, repetition_penalty: Array | None = None, presence_penalty: Array | None = None,
+            frequency_penalty: Array | None = None, seed: Array | None = None, position: Array | None = None,
+            prompt_bits: Array | None = None, output_counts: Array | None = None, state: Array | None = None,
+            bias_start: Array | None = None, bias_ids: Array | None = None, bias_values: Array | None = None,
+            allowed_bits: Array | None = None, count_ids: bool = False, logprobs: bool = False, top_logprobs: int = 0,
+            ids: Array | None = None, valid: Array | None = None, workspace: Array | None = None) -> Sampled:
+    """Draws one token per row of logits, f32 or bf16 [rows, vocab].
+
+    temperature (0: greedy), top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty  f32 [rows]
+    top_k                i32 [rows]; 0: all
+    seed, position       i64 [rows], both or neither: of the request, and of the token to be drawn in it
+    prompt_bits          i32 [states, ceil(vocab / 32)]        output_counts  i32 [states, vocab]        state  i32 [rows], -1: none
+    bias_start, bias_ids, bias_values                          i32 [rows + 1], i32 [entries], f32 [entries]
+    allowed_bits         i32 [rows, ceil(vocab / 32)]
+    count_ids            the drawn id is counted into output_counts
+    logprobs             also the log-probability of each drawn token; top_logprobs: and of the so many most likely ones
+    """
+    rows = logits.shape[0]
+    ids = empty(logits, (rows,), "i32") if ids is None else ids
+    valid = empty(logits, (rows,), "u8") if valid is None else valid
+    chosen = empty(logits, (rows,), "f32") if logprobs or top_logprobs else None
+    top_ids = empty(logits, (rows, top_logprobs), "i32") if top_logprobs else None
+    top = empty(logits, (rows, top_logprobs), "f32") if top_logprobs else None
+    return (logits, temperature, top_p, min_p, top_k, repetition_penalty, presence_penalty, frequency_penalty, seed, position, prompt_bits,
+            output_counts, state, bias_start, bias_ids, bias_values, allowed_bits, ids, valid, chosen, top_ids, top, workspace,
+            int(count_ids)), Sampled(ids, valid, chosen, top_ids, top)
+
+
+def decode_attention(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, *,
+                     max_query_tokens: int = 1, window: int = 0, piece_tiles: int = 0, **options: Any) -> Array:
+    """attention_decode with a schedule of its own: for a single layer. A model makes one schedule per step and shares it."""
+    scales = {name: options.get(name) for name in ("q_scale", "k_scale", "v_scale")}
+    params = attention_decode_schedule_params(q, k, page_table, max_query_tokens=max_query_tokens, window=window, piece_tiles=piece_tiles,
+                                              **scales)
+    schedule = decode_schedule(kv_lengths, query_start, params)
+    return attention_decode(q, k, v, page_table, kv_lengths, query_start, schedule, params, max_query_tokens=max_query_tokens,
+                            window=window, **options)

@@ -1,0 +1,93 @@
+"""torch: its tensors as arrays, and every operator as torch.ops.vivace.NAME.
+
+Loaded when the first torch tensor arrives, or by `import vivace.torch_ops`; do the latter before torch.compile or a look at
+torch.ops.vivace. The custom operators write their outputs into arguments and return nothing, so that they need no rule for
+shapes, allocate nothing but a workspace that was not given, and are safe in CUDA graphs; vivace.NAME allocates outputs around
+them. In eager mode vivace.NAME calls the library directly, in a compiled graph and under fake tensors through torch.ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+
+from . import _arrays, _library
+from ._operators import OPERATORS
+
+_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4, torch.uint8: 5, torch.bool: 5, torch.int32: 6,
+          torch.int64: 7}
+_NAMES = {dtype: name for dtype, code in _CODES.items() for name, number in _arrays.DTYPES.items() if number == code}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "u8": torch.uint8,
+          "i32": torch.int32, "i64": torch.int64}
+_pack = _arrays._PACK
+_CPU, _CUDA = _arrays.CPU, _arrays.CUDA
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in builds without CUDA
+
+
+def _describe(tensor: torch.Tensor) -> bytes:
+    shape = tensor.shape
+    rank = len(shape)
+    try:
+        code, pack = _CODES[tensor.dtype], _pack[rank]
+    except LookupError:
+        raise ValueError(f"vivace: a tensor is {tensor.dtype} {tuple(shape)}, needs at most {_arrays.MAX_RANK} dimensions and one of "
+                         f"{', '.join(map(str, _CODES))}") from None
+    if tensor.is_cuda:
+        return pack(tensor.data_ptr(), code, rank, _CUDA, tensor.get_device(), *shape, *tensor.stride())
+    if tensor.is_cpu:
+        return pack(tensor.data_ptr(), code, rank, _CPU, 0, *shape, *tensor.stride())
+    raise ValueError(f"vivace: a tensor is on {tensor.device}, needs cpu or cuda")
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+    if not tensor.is_cuda:
+        return None
+    ordinal = tensor.get_device()
+    return ordinal, _raw_stream(ordinal)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise ValueError(f"vivace: a tensor is {tensor.dtype}, needs one of {', '.join(map(str, _CODES))}")
+    return name
+
+
+def _empty(like: torch.Tensor, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)
+
+
+TORCH = _arrays.Library(_describe, _place, _empty, _dtype, lambda tensor: True)
+_arrays.LIBRARIES[torch.Tensor] = _arrays.LIBRARIES[torch.nn.Parameter] = TORCH
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def takes(array: Any) -> bool:
+    """Whether a call on this array goes through torch.ops: while torch traces, and for tensors that are no memory."""
+    return torch.compiler.is_compiling() or (isinstance(array, torch.Tensor) and type(array) not in _PLAIN)
+
+
+def run(name: str, values: tuple) -> None:
+    getattr(torch.ops.vivace, name)(*values)
+
+
+_LIBRARY = torch.library.Library("vivace", "DEF")
+
+
+def _register() -> None:
+    for operator in OPERATORS.values():
+        entry = _library.ENTRIES[operator.name]
+        _LIBRARY.define(operator.schema, tags=[torch.Tag.pt2_compliant_tag])
+
+        def implementation(*values: Any, _entry: _library.Entry = entry) -> None:
+            _entry.run(values)
+
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(operator.name, implementation, key)
+        torch.library.register_fake(f"vivace::{operator.name}", lambda *values: None, lib=_LIBRARY)
+
+
+_register()

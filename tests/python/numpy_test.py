@@ -1,0 +1,227 @@
+"""The operators on NumPy's arrays: results, refusals, threads and forks."""
+
+import os
+import subprocess
+import sys
+import threading
+import unittest
+
+import package
+
+package.need("numpy", "vivace")
+import cases  # noqa: E402
+import numpy as np  # noqa: E402
+import vivace  # noqa: E402
+
+CASES = cases.cases()
+
+
+def number(array):
+    return np.asarray(vivace.numbers.f32(array) if isinstance(array, vivace.Typed) else array, "float64")
+
+
+def bits(array):
+    return (array.array if isinstance(array, vivace.Typed) else array).tobytes()
+
+
+class Results(unittest.TestCase):
+    def test_each_case_agrees_with_float64(self):
+        checked = 0
+        for case in CASES:
+            with self.subTest(case.name):
+                results, _ = cases.call(case, cases.numpy_array)
+                if case.expected is None:
+                    continue
+                for result, expected in zip(results, case.expected()):
+                    self.assertEqual(tuple(result.shape), expected.shape)
+                    error = np.abs(number(result) - expected).max() / max(np.abs(expected).max(), 1e-30)
+                    self.assertLessEqual(error, case.bound)
+                    checked += 1
+        self.assertGreater(checked, 20)
+
+    def test_every_operator_has_a_case(self):
+        tried = {case.name.split(".")[0] for case in CASES}
+        self.assertLessEqual({row["op"] for row in vivace.operators()}, tried)
+
+    def test_one_thread_and_many_give_the_same_bits(self):
+        first = [[bits(r) for r in cases.call(case, cases.numpy_array)[0]] for case in CASES]
+        vivace.configure(threads=1)
+        try:
+            for case, before in zip(CASES, first):
+                if case.name != "attention_decode.f32" and case.name != "attention_decode.bf16":  # cut by the number of workers
+                    self.assertEqual([bits(r) for r in cases.call(case, cases.numpy_array)[0]], before, case.name)
+        finally:
+            vivace.configure(threads=0)
+
+    def test_questions(self):
+        x, weight = np.ones((4, 64), "float32"), np.ones((8, 64), "float32")
+        choice = vivace.linear.explain(x, weight)
+        self.assertTrue(choice.row.startswith("cpu."))
+        self.assertTrue(all(reason for _, reason in choice.refused))
+        self.assertIn(choice.row, str(choice))
+        self.assertEqual(vivace.linear.cost(x, weight).flops, 2 * 4 * 64 * 8)
+        self.assertEqual(vivace.rms_norm.workspace_bytes(x, np.ones(64, "float32")), 0)
+        for case in CASES:
+            if case.operator in (vivace.decode_attention,):
+                continue
+            args, options = cases.built(case.args, cases.numpy_array), cases.built(case.options, cases.numpy_array)
+            self.assertIsNotNone(case.operator.explain(*args, **options).row, case.name)
+            self.assertGreater(case.operator.cost(*args, **options).bytes, 0, case.name)
+            self.assertGreaterEqual(case.operator.workspace_bytes(*args, **options), 0, case.name)
+
+
+class Arrays(unittest.TestCase):
+    def test_views_are_used_in_place(self):
+        whole = np.random.default_rng(0).standard_normal((6, 3, 64)).astype("float32")
+        view, weight = whole[::2, 1], np.ones(64, "float32")
+        self.assertTrue(np.array_equal(vivace.rms_norm(view, weight), vivace.rms_norm(view.copy(), weight)))
+        out = np.zeros((3, 128), "float32")
+        vivace.rms_norm(view, weight, out=out[:, 64:])
+        self.assertTrue(out[:, 64:].any() and not out[:, :64].any())
+
+    def test_the_last_dimension_is_contiguous(self):
+        with self.assertRaisesRegex(ValueError, "rms_norm: x"):
+            vivace.rms_norm(np.ones((64, 4), "float32").T, np.ones(64, "float32"), out=np.ones((4, 64), "float32"))
+        with self.assertRaisesRegex(ValueError, r"x.stride\[0\] is -"):
+            vivace.rms_norm(np.ones((4, 64), "float32")[::-1], np.ones(64, "float32"))
+
+    def test_nothing_is_empty_too_early(self):
+        self.assertEqual(vivace.rms_norm(np.ones((0, 64), "float32"), np.ones(64, "float32")).shape, (0, 64))
+        self.assertEqual(vivace.linear(np.ones((0, 64), "float32"), np.ones((3, 64), "float32")).shape, (0, 3))
+
+    def test_types(self):
+        with self.assertRaisesRegex(ValueError, "float64"):
+            vivace.rms_norm(np.ones((1, 8)), np.ones(8, "float32"))
+        with self.assertRaisesRegex(ValueError, ">f4"):
+            vivace.rms_norm(np.ones((1, 8), ">f4"), np.ones(8, "float32"))
+        with self.assertRaisesRegex(TypeError, "builtins.list"):
+            vivace.rms_norm([[1.0]], np.ones(1, "float32"))
+        with self.assertRaisesRegex(ValueError, "6 dimensions"):
+            vivace.rms_norm(np.ones((1,) * 6, "float32"), np.ones(8, "float32"), out=np.ones(1, "float32"))
+
+    def test_what_is_read_only_is_not_written(self):
+        out = np.zeros((1, 8), "float32")
+        out.flags.writeable = False
+        with self.assertRaisesRegex(ValueError, "rms_norm: y is written"):
+            vivace.rms_norm(np.ones((1, 8), "float32"), np.ones(8, "float32"), out=out)
+        fixed = np.ones((1, 8), "float32")
+        fixed.flags.writeable = False
+        vivace.rms_norm(fixed, np.ones(8, "float32"))  # is only read
+
+    def test_typed(self):
+        with self.assertRaisesRegex(ValueError, "another width"):
+            vivace.Typed(np.zeros(4, "uint8"), "bf16")
+        with self.assertRaisesRegex(ValueError, "dtype is 'f8'"):
+            vivace.Typed(np.zeros(4, "uint8"), "f8")
+        with self.assertRaisesRegex(ValueError, "whole blocks of 32"):
+            vivace.Typed(np.zeros(20, "uint8"), "q4_1", (1, 33))
+        values = np.random.default_rng(3).standard_normal((2, 64)).astype("float32")
+        blocks = np.zeros((4, 18), "uint8")  # q4_0: f16 d = 0.5, all nibbles 9: w = 0.5 (9 - 8)
+        blocks[:, 1], blocks[:, 2:] = 0x38, 0x99
+        y = vivace.linear(values, vivace.Typed(blocks.reshape(2, 36), "q4_0", (2, 64)), exact=True)
+        self.assertLess(np.abs(y - 0.5 * values.sum(axis=1, keepdims=True)).max(), 1e-5)
+
+    def test_dlpack_alone_is_enough(self):
+        class Other:
+            """An array of a library that is not known here."""
+
+            def __init__(self, array):
+                self.array, self.shape = array, array.shape
+
+            def __dlpack__(self, **options):
+                return self.array.__dlpack__()
+
+            def __dlpack_device__(self):
+                return self.array.__dlpack_device__()
+
+        x, weight = np.random.default_rng(4).standard_normal((3, 2, 64)).astype("float32")[:, 1], np.ones(64, "float32")
+        out = np.zeros((3, 64), "float32")
+        vivace.rms_norm(Other(x), Other(weight), out=Other(out))
+        self.assertTrue(np.array_equal(out, vivace.rms_norm(x, weight)))
+        with self.assertRaisesRegex(TypeError, "have to be given"):
+            vivace.rms_norm(Other(x), Other(weight))
+
+    def test_numbers(self):
+        values = np.array([0, -0.0, 1, 448, 1e9, 2.0**-9, 3.14159, -0.3], "float32")
+        self.assertTrue(np.array_equal(vivace.numbers.f32(vivace.numbers.fp8(values)),
+                                       np.array([0, -0.0, 1, 448, 448, 2.0**-9, 3.25, -0.3125], "float32")))
+        self.assertTrue(np.array_equal(vivace.numbers.f32(vivace.numbers.bf16([1.00390625, 1.01171875, np.inf])),
+                                       np.array([1.0, 1.015625, np.inf], "float32")))
+        self.assertTrue(np.isnan(vivace.numbers.f32(vivace.numbers.bf16([np.nan]))).all())
+
+
+class Errors(unittest.TestCase):
+    def test_each_kind(self):
+        x, weight = np.ones((1, 8), "float32"), np.ones(8, "float32")
+        with self.assertRaisesRegex(ValueError, r"^rms_norm: weight.shape\[0\] is 7, needs hidden = 8 \(from x.shape\[1\]\)$"):
+            vivace.rms_norm(x, np.ones(7, "float32"))
+        with self.assertRaisesRegex(ValueError, "scaling is 'rows', needs one of 'tensor', 'token', 'block'"):
+            vivace.rms_norm(x, weight, scaling="rows")
+        with self.assertRaisesRegex(ValueError, "there is no operator 'nonsense'"):
+            vivace.configure(prefer="nonsense=cpu")
+        wide = np.ones((1, 1, 600), "float32")
+        try:
+            vivace.configure(prefer="attention_prefill=cpu")
+            with self.assertRaisesRegex(NotImplementedError, "attention_prefill: .*needs head_dim <= 512, got 600"):
+                vivace.attention_prefill(wide, wide[None], wide[None], np.zeros((1, 1), "int32"), np.ones(1, "int32"), np.array([0, 1], "int32"))
+        finally:
+            vivace.configure(prefer="")
+
+    def test_a_refused_setting_changes_nothing(self):
+        before = vivace.counts()
+        with self.assertRaises(ValueError):
+            vivace.configure(threads=-3)
+        self.assertEqual(vivace.counts(), before)
+
+    def test_preferences_and_counts(self):
+        x, weight = np.ones((1, 8), "float32"), np.ones(8, "float32")
+        try:
+            vivace.configure(prefer="rms_norm=reference")
+            vivace.rms_norm(x, weight)
+            self.assertEqual(vivace.counts(), [{"op": "rms_norm", "row": "reference", "calls": 1}])
+        finally:
+            vivace.configure(prefer="")
+
+
+class Processes(unittest.TestCase):
+    def test_threads_share_the_library(self):
+        x, weight = np.random.default_rng(5).standard_normal((8, 512)).astype("float32"), np.ones(512, "float32")
+        expected, wrong = vivace.rms_norm(x, weight), []
+
+        def work():
+            for _ in range(200):
+                if not np.array_equal(vivace.rms_norm(x, weight), expected):
+                    wrong.append(1)
+            try:
+                vivace.rms_norm(x, np.ones(3, "float32"))
+            except ValueError as error:
+                if "is 3" not in str(error):
+                    wrong.append(str(error))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [])
+
+    def test_a_forked_child_works(self):
+        code = ("import os, numpy as np, vivace\n"
+                "x, w = np.ones((64, 512), 'float32'), np.ones(512, 'float32')\n"
+                "vivace.rms_norm(x, w)\n"  # the parent's threads are running
+                "child = os.fork()\n"
+                "if child == 0:\n"
+                "    vivace.rms_norm(x, w)\n"
+                "    os._exit(0 if vivace.counts()[0]['calls'] == 1 else 1)\n"
+                "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+                "vivace.rms_norm(x, w)\n")
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={**os.environ})
+
+    def test_without_numpy_the_rest_works(self):
+        code = ("import sys\nsys.modules['numpy'] = None\nimport vivace\n"
+                "assert len(vivace.operators()) == 14 and vivace.build()['version'] == vivace.__version__\n")
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+if __name__ == "__main__":
+    package.main()

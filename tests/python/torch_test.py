@@ -1,0 +1,176 @@
+"""The operators through torch: direct, as custom operators, compiled, and on a GPU in CUDA graphs; always the same bits.
+
+    python3 tests/python/torch_test.py        with a Python that has torch, NumPy and the wheel
+"""
+
+import unittest
+
+import package
+
+package.need("numpy", "vivace", "torch")
+import cases  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import vivace  # noqa: E402
+import vivace.torch_ops  # noqa: E402
+from vivace._operators import OPERATORS  # noqa: E402
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+CASES = cases.cases()
+TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "i32": torch.int32, "i64": torch.int64,
+         "u8": torch.uint8}
+
+
+def maker(device):
+    def make(item):
+        array = cases.numpy_array(item)
+        if isinstance(array, vivace.Typed):
+            return torch.from_numpy(array.array.copy()).view(TYPES[item.dtype]).to(device)
+        return torch.from_numpy(array.copy()).to(device)
+    return make
+
+
+def bits(tensors):
+    return [t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if isinstance(t, torch.Tensor) else
+            (t.array if isinstance(t, vivace.Typed) else t).tobytes() for t in tensors]
+
+
+def runnable(device):
+    """The cases that a row of this device takes."""
+    for case in CASES:
+        try:
+            cases.call(case, maker(device))
+        except NotImplementedError:
+            continue
+        except ValueError as error:
+            if device == "cpu":
+                raise AssertionError(case.name) from error
+            continue
+        yield case
+
+
+class Torch(unittest.TestCase):
+    def test_on_the_cpu_as_with_numpy(self):
+        for case in CASES:
+            with self.subTest(case.name):
+                self.assertEqual([bits(r) for r in cases.call(case, maker("cpu"))], [bits(r) for r in cases.call(case, cases.numpy_array)])
+
+    def test_every_operator_runs_on_each_device(self):
+        for device in DEVICES:
+            ran = {case.name.split(".")[0] for case in runnable(device)}
+            self.assertLessEqual(set(OPERATORS), ran, device)
+
+    def test_results_on_a_gpu(self):
+        if "cuda" not in DEVICES:
+            self.skipTest("there is no GPU")
+        for case in runnable("cuda"):
+            if case.expected is None:
+                continue
+            with self.subTest(case.name):
+                for result, expected in zip(cases.call(case, maker("cuda"))[0], case.expected()):
+                    error = np.abs(result.double().cpu().numpy() - expected).max() / max(np.abs(expected).max(), 1e-30)
+                    self.assertLessEqual(error, max(2 * case.bound, 2.0**-7))  # weights of attention have 8 bits there
+
+    def test_compiled_without_breaks(self):
+        for device in DEVICES:
+            for case in runnable(device):
+                if case.operator is vivace.decode_attention or case.name.startswith("attention_decode"):
+                    continue  # asks the library how to cut; test_decode_compiled has it from outside
+                with self.subTest(case.name, device=device):
+                    torch._dynamo.reset()
+                    args, options = cases.built(case.args, maker(device)), cases.built(case.options, maker(device))
+                    compiled = torch.compile(lambda a, o, operator=case.operator: operator(*a, **o), fullgraph=True, backend="aot_eager")
+                    given = cases.results_of([args, list(options.values())])
+                    results = cases.results_of(compiled(args, options))
+                    expected, after = cases.call(case, maker(device))
+                    self.assertEqual(bits(results), bits(expected))
+                    self.assertEqual(bits(given), bits(after))
+
+    def test_decode_compiled(self):
+        case = next(case for case in CASES if case.name == "attention_decode.bf16")
+        for device in DEVICES:
+            q, k, v, pages, lengths, starts = cases.built(case.args, maker(device))
+            params = vivace.attention_decode_schedule_params(q, k, pages)
+
+            @torch.compile(fullgraph=True, backend="aot_eager")
+            def step(q, k, v, pages, lengths, starts):
+                schedule = vivace.decode_schedule(lengths, starts, params)
+                return vivace.attention_decode(q, k, v, pages, lengths, starts, schedule, params)
+
+            self.assertEqual(bits([step(q, k, v, pages, lengths, starts)]), bits([vivace.decode_attention(q, k, v, pages, lengths, starts)]))
+
+    def test_opcheck(self):
+        """torch's own check of schema, fake version and dispatch."""
+        for device in DEVICES:
+            for case in runnable(device):
+                if case.operator is vivace.decode_attention:
+                    continue
+                args, options = cases.built(case.args, maker(device)), cases.built(case.options, maker(device))
+                values, _ = case.operator._build(*args, **options)
+                checks = ["test_faketensor", "test_autograd_registration"]
+                if not any(isinstance(v, torch.Tensor) and v.dtype == torch.float8_e4m3fn for v in values):
+                    checks.append("test_schema")  # compares tensors, which torch cannot for fp8
+                with self.subTest(case.name, device=device):
+                    torch.library.opcheck(getattr(torch.ops.vivace, case.operator.name), values, test_utils=checks)
+
+    def test_fake_tensors_run_nothing(self):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        with FakeTensorMode():
+            y = vivace.rms_norm(torch.empty(4, 64), torch.empty(64))
+        self.assertEqual((y.shape, y.dtype), ((4, 64), torch.float32))
+
+    def test_in_a_cuda_graph(self):
+        if "cuda" not in DEVICES:
+            self.skipTest("there is no GPU")
+        for case in runnable("cuda"):
+            with self.subTest(case.name):
+                args, options = cases.built(case.args, maker("cuda")), cases.built(case.options, maker("cuda"))
+                kept = [t.clone() for t in cases.results_of([args, list(options.values())])]
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    case.operator(*args, **options)  # loads the kernels
+                torch.cuda.current_stream().wait_stream(side)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    results = cases.results_of(case.operator(*args, **options))
+                for tensor, before in zip(cases.results_of([args, list(options.values())]), kept):
+                    tensor.copy_(before)
+                for tensor in results:
+                    tensor.view(torch.uint8).fill_(0xFF)
+                graph.replay()
+                torch.cuda.synchronize()
+                self.assertEqual(bits(results), bits(cases.call(case, maker("cuda"))[0]))
+
+    def test_the_current_stream_is_used(self):
+        if "cuda" not in DEVICES:
+            self.skipTest("there is no GPU")
+        x, weight = torch.randn(64, 4096, device="cuda"), torch.ones(4096, device="cuda")
+        expected, side = vivace.rms_norm(x, weight), torch.cuda.Stream()
+        late = torch.zeros_like(x)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            late.copy_(x)
+            y = vivace.rms_norm(late, weight)
+        side.synchronize()
+        self.assertTrue(torch.equal(y, expected))
+
+    def test_parameters_and_views(self):
+        x, weight = torch.randn(3, 2, 64), torch.nn.Parameter(torch.ones(64), requires_grad=False)
+        self.assertTrue(torch.equal(vivace.rms_norm(x[:, 1], weight), vivace.rms_norm(x[:, 1].contiguous(), weight)))
+
+    def test_errors(self):
+        x = torch.ones(4, 64)
+        with self.assertRaisesRegex(ValueError, "weight.shape"):
+            vivace.rms_norm(x, torch.ones(63))
+        with self.assertRaisesRegex(ValueError, "torch.float64"):
+            vivace.rms_norm(x.double(), torch.ones(64))
+        with self.assertRaisesRegex(ValueError, "meta"):
+            vivace.rms_norm(x, torch.ones(64, device="meta"))
+        with self.assertRaisesRegex(ValueError, "weight.shape"):
+            torch.ops.vivace.rms_norm(x, None, torch.ones(63), x, None, 0, 1e-6)
+
+
+if __name__ == "__main__":
+    package.main()

@@ -1,0 +1,81 @@
+"""The wheel: what is in it, that it says so, and what importing it costs."""
+
+import ast
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+import unittest
+import zipfile
+
+import package
+
+package.need("vivace")
+WHEELS = list(pathlib.Path(os.environ.get("VIVACE_WHEELS", package.ROOT / "build" / "wheel")).glob("*.whl"))
+
+
+def python(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        raise AssertionError(done.stderr)
+    return done.stdout.strip()
+
+
+class Wheel(unittest.TestCase):
+    def test_the_record_is_complete_and_right(self):
+        self.assertEqual(len(WHEELS), 1, WHEELS)
+        with zipfile.ZipFile(WHEELS[0]) as archive:
+            names = set(archive.namelist())
+            record = next(name for name in names if name.endswith("/RECORD"))
+            rows = list(csv.reader(archive.read(record).decode().splitlines()))
+            self.assertEqual({row[0] for row in rows}, names)
+            for name, digest, size in rows:
+                if name != record:
+                    data = archive.read(name)
+                    self.assertEqual(digest, "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode(), name)
+                    self.assertEqual(int(size), len(data), name)
+            self.assertLessEqual({"vivace/libvivace_c.so", "vivace/py.typed", "vivace/include/vivace/c_api.h"}, names)
+
+    def test_one_wheel_for_all_pythons(self):
+        self.assertRegex(WHEELS[0].name, r"^vivace-\d+\.\d+\.\d+-py3-none-manylinux_2_\d+_\w+\.whl$")
+        self.assertEqual(list(importlib.metadata.requires("vivace") or []), ['numpy; extra == "numpy"'])
+
+    def test_sources_are_python_3_10(self):
+        import vivace
+        for path in pathlib.Path(vivace.__file__).parent.rglob("*.py"):
+            ast.parse(path.read_text(), str(path), feature_version=(3, 10))
+
+    def test_frameworks_find_their_plugins(self):
+        for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+            points = [point for point in importlib.metadata.entry_points(group=group) if point.name == "vivace"]
+            self.assertEqual(len(points), 1, group)
+            self.assertTrue(callable(points[0].load()))
+
+    def test_import_is_quick_and_brings_neither_numpy_nor_torch(self):
+        code = ("import sys, time; start = time.perf_counter(); import vivace; print(time.perf_counter() - start, "
+                "'numpy' in sys.modules, 'torch' in sys.modules)")
+        seconds, *others = min(python(code).split() for _ in range(5))
+        self.assertLess(float(seconds), 0.3)
+        self.assertEqual(others, ["False", "False"])
+
+    def test_public_functions_have_types_and_text(self):
+        import vivace
+        for name in vivace.__all__:
+            thing = getattr(vivace, name)
+            if callable(thing) and name != "Array":
+                self.assertTrue(inspect.getdoc(thing), name)
+            function = getattr(thing, "__wrapped__", thing)
+            if inspect.isfunction(function):
+                hints = function.__annotations__
+                missing = [p for p in inspect.signature(function).parameters if p not in hints]
+                self.assertEqual(missing, [], name)
+                self.assertIn("return", hints, name)
+
+
+if __name__ == "__main__":
+    package.main()
