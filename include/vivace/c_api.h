@@ -65,7 +65,7 @@ enum { /* vivace_tensor.dtype */
   VIVACE_Q4_K = 19,
   VIVACE_Q6_K = 20
 };
-enum { VIVACE_CPU = 0, VIVACE_CUDA = 1 }; /* device */
+enum { VIVACE_DEVICE_CPU = 0, VIVACE_DEVICE_CUDA = 1 }; /* device */
 enum { VIVACE_MAX_RANK = 5 };
 
 /* A view of memory. Strides count elements; the last dimension must be contiguous. The stride of a dimension of one element, and

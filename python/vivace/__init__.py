@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _library, numbers
-from ._arrays import Typed, current_stream, use_stream
+from ._arrays import Shape, Typed, current_stream, use_stream
 from ._library import Choice, Cost, configure
 from .ops import (Array, DecodeScheduleParams, ExpertWeights, Operator, Route, RouterWeight, Sampled, attention_decode,
                   attention_decode_schedule_params, attention_prefill, attention_prologue, decode_attention, decode_schedule,
@@ -38,7 +38,7 @@ def build() -> dict[str, Any]:
     return _library.text_of(_library.LIBRARY.vivace_build)
 
 
-__all__ = ["Array", "Choice", "Cost", "DecodeScheduleParams", "ExpertWeights", "Operator", "Route", "RouterWeight", "Sampled", "Typed",
+__all__ = ["Array", "Choice", "Cost", "DecodeScheduleParams", "ExpertWeights", "Operator", "Route", "RouterWeight", "Sampled", "Shape", "Typed",
            "attention_decode", "attention_decode_schedule_params", "attention_prefill", "attention_prologue", "build", "configure",
            "counts", "current_stream", "decode_attention", "decode_schedule", "decode_schedule_ints", "embedding", "empty_scale",
            "fused_moe", "grouped_gemm", "linear", "linear_parts", "numbers", "operators", "prepare_router_weight", "quantize_fp8",

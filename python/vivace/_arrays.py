@@ -70,6 +70,32 @@ class Typed:
         return pack(_address(self.array), DTYPES[self.dtype], CPU, 0, self.shape, strides[::-1])
 
 
+class Shape:
+    """A contiguous array that is not there: for questions about a call (explain, cost, workspace_bytes) without its memory, and about a
+    GPU that this machine need not have.
+    """
+
+    __slots__ = ("shape", "dtype", "device", "compute_capability")
+
+    def __init__(self, shape: Sequence[int], dtype: str, device: str = "cpu", compute_capability: int = 0) -> None:
+        if dtype not in DTYPES or device not in ("cpu", "cuda"):
+            raise ValueError(f"vivace.Shape: dtype is {dtype!r} and device {device!r}, needs one of {', '.join(DTYPES)}, and 'cpu' or 'cuda'")
+        self.shape, self.dtype, self.device, self.compute_capability = tuple(shape), dtype, device, compute_capability
+
+    def __repr__(self) -> str:
+        return f"vivace.Shape({self.shape}, {self.dtype!r}, {self.device!r})"
+
+    def _describe(self) -> bytes:
+        strides, step = [], 1
+        for extent in reversed(self.shape):
+            strides.append(step)
+            step *= extent
+        return pack(0, DTYPES[self.dtype], CPU if self.device == "cpu" else CUDA, 0, self.shape, strides[::-1])
+
+    def _place(self) -> tuple[int, ...] | None:
+        return None if self.device == "cpu" else (0, 0, self.compute_capability)
+
+
 # --- NumPy -------------------------------------------------------------------------------------------------------------------
 
 _NUMPY_NAMES = {"float32": 1, "float16": 2, "bfloat16": 3, "float8_e4m3fn": 4, "uint8": 5, "bool": 5, "int32": 6, "uint32": 6,
@@ -175,7 +201,7 @@ class Library(NamedTuple):
     """How to treat the arrays of one Python library."""
 
     describe: Callable[[Any], bytes]
-    place: Callable[[Any], "tuple[int, int] | None"]  # None: the CPU; else (ordinal, stream)
+    place: Callable[[Any], "tuple[int, ...] | None"]  # None: the CPU; else (ordinal, stream)
     empty: Callable[[Any, Sequence[int], str], Any]  # beside an array
     dtype: Callable[[Any], str]
     writable: Callable[[Any], bool]
@@ -202,7 +228,10 @@ TYPED = Library(Typed._describe, lambda array: None, lambda array, shape, dtype:
 DLPACK = Library(_describe_dlpack, _dlpack_place, _dlpack_empty,
                  lambda array: _name_of_code(struct.unpack_from("=Qi", _describe_dlpack(array))[1]), lambda array: True)
 
-LIBRARIES: dict[type, Library] = {Typed: TYPED}
+SHAPE = Library(Shape._describe, Shape._place, lambda array, shape, dtype: Shape(shape, dtype, array.device, array.compute_capability),
+                lambda array: array.dtype, lambda array: False)
+
+LIBRARIES: dict[type, Library] = {Typed: TYPED, Shape: SHAPE}
 
 
 def library_of(array: Any) -> Library:
@@ -229,7 +258,7 @@ def describe(array: Any) -> bytes:
     return library_of(array).describe(array)
 
 
-def place_of(array: Any) -> tuple[int, int] | None:
+def place_of(array: Any) -> tuple[int, ...] | None:
     return library_of(array).place(array)
 
 

@@ -107,15 +107,15 @@ os.register_at_fork(after_in_child=_after_fork)
 # --- streams -----------------------------------------------------------------------------------------------------------------
 
 _STREAM = struct.Struct("=iiiiQQ")
-_streams: dict[tuple[int, int] | None, bytes] = {}
+_streams: dict[tuple[int, ...] | None, bytes] = {}
 
 
-def stream_bytes(place: tuple[int, int] | None) -> bytes:
-    """A vivace_stream: the CPU for None, else (ordinal, handle) of a CUDA stream."""
+def stream_bytes(place: tuple[int, ...] | None) -> bytes:
+    """A vivace_stream: the CPU for None, else (ordinal, handle) of a CUDA stream, in questions also its compute capability."""
     found = _streams.get(place)
     if found is None:
-        ordinal, handle = place or (0, 0)
-        found = _STREAM.pack(_arrays.CPU if place is None else _arrays.CUDA, ordinal, 0, 0, handle, context())
+        ordinal, handle, *capability = place or (0, 0)
+        found = _STREAM.pack(_arrays.CPU if place is None else _arrays.CUDA, ordinal, *(capability or (0,)), 0, handle, context())
         if len(_streams) > 256:  # handles of streams that are gone
             _streams.clear()
         _streams[place] = found

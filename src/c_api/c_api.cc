@@ -46,7 +46,7 @@ Status check_out(std::string_view place, std::string_view name, T* out) {
 /// The stream of C++ for one of C. `query`: a GPU that is not there may be asked about.
 Result<Stream> stream_of(std::string_view place, const vivace_stream* from, bool query) {
   if (from == nullptr) return Stream{};
-  if (from->device != VIVACE_CPU && from->device != VIVACE_CUDA) {
+  if (from->device != VIVACE_DEVICE_CPU && from->device != VIVACE_DEVICE_CUDA) {
     return invalid_argument("{}: stream.device is {}, needs 0 (cpu) or 1 (cuda)", place, from->device);
   }
   if (from->reserved != 0)

@@ -12,7 +12,7 @@ static_assert(LinearArgs::kMaxParts == VIVACE_LINEAR_PARTS);
 static_assert(RouterWeight::kMaxTerms == VIVACE_ROUTER_TERMS);
 static_assert(static_cast<int>(Code::internal) == VIVACE_INTERNAL);
 static_assert(static_cast<int>(DType::q6_k) == VIVACE_Q6_K);
-static_assert(static_cast<int>(Device::cuda) == VIVACE_CUDA);
+static_assert(static_cast<int>(Device::cuda) == VIVACE_DEVICE_CUDA);
 static_assert(static_cast<int>(Fp8Scaling::block) == VIVACE_FP8_BLOCK);
 static_assert(static_cast<int>(QkNorm::rope_then_norm) == VIVACE_QK_ROPE_THEN_NORM);
 static_assert(static_cast<int>(RopeStyle::interleaved) == VIVACE_ROPE_INTERLEAVED);
@@ -94,9 +94,9 @@ Tensor Reader::tensor(std::string_view name, const vivace_tensor& from) {
     fail(invalid_argument("{}: {}.dtype is {}, which is no type", place_, name, from.dtype));
   } else if (from.rank < 0 || from.rank > VIVACE_MAX_RANK) {
     fail(invalid_argument("{}: {}.rank is {}, needs 0 to {}", place_, name, from.rank, int{VIVACE_MAX_RANK}));
-  } else if (from.device != VIVACE_CPU && from.device != VIVACE_CUDA) {
+  } else if (from.device != VIVACE_DEVICE_CPU && from.device != VIVACE_DEVICE_CUDA) {
     fail(invalid_argument("{}: {}.device is {}, needs 0 (cpu) or 1 (cuda)", place_, name, from.device));
-  } else if (from.device == VIVACE_CUDA && ordinal_ >= 0 && from.ordinal != ordinal_) {
+  } else if (from.device == VIVACE_DEVICE_CUDA && ordinal_ >= 0 && from.ordinal != ordinal_) {
     fail(invalid_argument("{}: {} is on cuda:{}, needs cuda:{}, where the call runs", place_, name,
                           from.ordinal, ordinal_));
   }

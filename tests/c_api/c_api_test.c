@@ -110,7 +110,7 @@ static void test_refusals(void) {
   args = rms_norm_of(x, weight, y);
   args.y.device = 2;
   CHECK_FAILS(vivace_rms_norm(&args, NULL), VIVACE_INVALID_ARGUMENT, "y.device is 2");
-  args.y.device = VIVACE_CUDA;
+  args.y.device = VIVACE_DEVICE_CUDA;
   CHECK(vivace_rms_norm(&args, NULL) == VIVACE_INVALID_ARGUMENT);
   args = rms_norm_of(x, weight, y);
   args.x.shape[0] = -1;
@@ -135,7 +135,7 @@ static void test_refusals(void) {
   CHECK_FAILS(vivace_rms_norm(&args, &stream), VIVACE_INVALID_ARGUMENT, "stream.device is 7");
   stream = (vivace_stream){.reserved = 1};
   CHECK_FAILS(vivace_rms_norm(&args, &stream), VIVACE_INVALID_ARGUMENT, "stream.reserved is 1");
-  stream = (vivace_stream){.device = VIVACE_CUDA, .ordinal = 4096};
+  stream = (vivace_stream){.device = VIVACE_DEVICE_CUDA, .ordinal = 4096};
   CHECK(vivace_rms_norm(&args, &stream) != VIVACE_OK); /* there is no such device, or no CUDA in this build */
 }
 
@@ -240,8 +240,8 @@ static void test_context(void) {
 /* What would run on a GPU of 9.0, whether there is one or not. */
 static void test_explain_for_another_machine(void) {
   vivace_rms_norm_args args = rms_norm_of(NULL, NULL, NULL);
-  args.x.device = args.weight.device = args.y.device = VIVACE_CUDA;
-  const vivace_stream stream = {.device = VIVACE_CUDA, .compute_capability = 90};
+  args.x.device = args.weight.device = args.y.device = VIVACE_DEVICE_CUDA;
+  const vivace_stream stream = {.device = VIVACE_DEVICE_CUDA, .compute_capability = 90};
   const char* json = NULL;
   CHECK(vivace_rms_norm_explain(&args, &stream, &json) == VIVACE_OK);
   CHECK(strstr(json, "\"row\": \"cuda.") != NULL ||

@@ -1,0 +1,37 @@
+"""Router logits in vLLM: GateLinear's product in fp32 accuracy on bf16 tensor cores, where additional_config asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import vivace
+
+
+def register() -> None:
+    """Wraps GateLinear.forward. A gate with a weight of fp32 or with a bias keeps its own way."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    original = GateLinear.forward
+    if getattr(original, "vivace", False):
+        return
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if not _takes(self, x):
+            return original(self, x)
+        scores = vivace.router_gemm(x, vivace.RouterWeight((self.weight,), "exact"),
+                                    out_dtype="bf16" if self.out_dtype == torch.bfloat16 else "f32")
+        return self._return(scores)
+
+    forward.vivace = True
+    GateLinear.forward = forward
+
+
+def _takes(gate: Any, x: torch.Tensor) -> bool:
+    known = gate.__dict__.get("_vivace")
+    if known is None:  # once per layer: the configuration is known while a model is built and run first
+        from . import wanted
+        known = (wanted("router") and gate.is_unquantized and getattr(gate, "bias", None) is None and gate.weight.dtype == torch.bfloat16
+                 and gate.out_dtype in (torch.float32, torch.bfloat16))
+        gate.__dict__["_vivace"] = known
+    return known and x.dtype == torch.bfloat16 and x.dim() == 2

@@ -1,0 +1,349 @@
+"""The plugins called as the engines call them, on the CPU and where there is a GPU on it, against float64."""
+
+import types
+import unittest
+
+import package
+
+package.need("numpy", "vivace", "torch")
+import cases  # noqa: E402
+import engines  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, HEADS_KV, DIM = 4, 2, 64
+
+
+def number(tensor):
+    return tensor.detach().double().cpu().numpy()
+
+
+def close(case, result, expected, bound=2.0**-6):
+    case.assertEqual(result.shape, expected.shape)
+    case.assertLessEqual(np.abs(result - expected).max(), bound * np.abs(expected).max())
+
+
+def bf16(*shape):
+    return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def init_threshold(self, threshold=1, supports_spec_as_decode=False, **_):
+    self.reorder_batch_threshold = max(threshold, getattr(self.vllm_config, "spec", 1))
+
+
+def init_builder(self, kv_cache_spec, layer_names, vllm_config, device):
+    self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = kv_cache_spec, layer_names, vllm_config, device
+
+
+def split(common, decode_threshold=1, **_):
+    counts = (common.query_start_loc_cpu[1:] - common.query_start_loc_cpu[:-1]).tolist()
+    decodes = next((i for i, n in enumerate(counts) if n > decode_threshold), len(counts))
+    tokens = int(common.query_start_loc_cpu[decodes])
+    return decodes, len(counts) - decodes, tokens, common.num_actual_tokens - tokens
+
+
+class Vllm(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        engines.stand_in("vllm", {
+            "AttentionType": types.SimpleNamespace(DECODER="decoder", ENCODER="encoder"),
+            "AttentionCGSupport": types.SimpleNamespace(UNIFORM_BATCH=2),
+            "MultipleOf": lambda base: ("multiple of", base),
+            "AttentionMetadataBuilder": {"__init__": init_builder, "_init_reorder_batch_threshold": init_threshold},
+            "AttentionImplBase": {"dcp_world_size": 1, "pcp_world_size": 1},
+            "split_decodes_and_prefills": split,
+            "get_current_vllm_config_or_none": lambda: None,
+        })
+        from vivace.plugins.vllm import attention
+        cls.plugin = attention
+
+    def builder(self, block_size=16, dtype=torch.bfloat16, spec=1):
+        model = types.SimpleNamespace(max_model_len=256, dtype=torch.bfloat16, get_num_attention_heads=lambda parallel: HEADS)
+        config = types.SimpleNamespace(model_config=model, scheduler_config=types.SimpleNamespace(max_num_seqs=8), parallel_config=None,
+                                       spec=spec)
+        spec_of_cache = types.SimpleNamespace(block_size=block_size, num_kv_heads=HEADS_KV, head_size=DIM, dtype=dtype)
+        return self.plugin.VivaceMetadataBuilder(spec_of_cache, ["layer"], config, torch.device(DEVICE))
+
+    def common(self, lengths, queries, pages):
+        start = np.concatenate([[0], np.cumsum(queries)])
+        return types.SimpleNamespace(
+            query_start_loc=i32(start), query_start_loc_cpu=torch.tensor(start), seq_lens=i32(lengths), num_reqs=len(lengths),
+            num_actual_tokens=int(start[-1]), max_query_len=max(queries), block_table_tensor=i32(pages))
+
+    def run_step(self, lengths, queries, block_size=16, spec=1, contiguous=True, kv=torch.bfloat16):
+        torch.manual_seed(3)
+        blocks = 24
+        # Logical [blocks, heads, block_size, 2 * dim]; as it lies, heads before or after the tokens of a block.
+        cache = bf16(blocks, HEADS_KV, block_size, 2 * DIM) if contiguous else bf16(blocks, block_size, HEADS_KV, 2 * DIM).transpose(1, 2)
+        if kv != torch.bfloat16:
+            cache = cache.to(kv).view(torch.uint8)
+        pages = np.random.default_rng(1).permutation(blocks)[:len(lengths) * 4].reshape(len(lengths), 4)
+        common = self.common(lengths, queries, pages)
+        metadata = self.builder(block_size, dtype=cache.dtype, spec=spec).build(0, common)
+        impl = self.plugin.VivaceImpl(HEADS, DIM, DIM**-0.5, HEADS_KV, kv_cache_dtype="auto" if kv == torch.bfloat16 else "fp8")
+        scale = torch.full((1,), 0.5 if kv != torch.bfloat16 else 1.0, device=DEVICE)
+        layer = types.SimpleNamespace(_k_scale=scale, _v_scale=scale)
+        tokens = int(sum(queries))
+        query, output = bf16(tokens + 3, HEADS * DIM), torch.zeros(tokens + 3, HEADS * DIM, dtype=torch.bfloat16, device=DEVICE)
+        impl.forward(layer, query, None, None, cache, metadata, output)
+        whole = number(cache if kv == torch.bfloat16 else cache.view(kv).float() * 0.5).transpose(0, 2, 1, 3)
+        start = np.concatenate([[0], np.cumsum(queries)])
+        expected = cases.attention(number(query).reshape(-1, HEADS, DIM)[:tokens], whole[..., :DIM], whole[..., DIM:], pages, lengths, start)
+        close(self, number(output).reshape(-1, HEADS, DIM)[:tokens], expected)
+        self.assertFalse(output[tokens:].any())
+
+    def test_decode_prefill_and_both(self):
+        self.run_step([5, 33, 64], [1, 1, 1])
+        self.run_step([5, 33, 17], [1, 1, 9])
+        self.run_step([9, 40], [9, 12])
+
+    def test_block_sizes_and_layouts(self):
+        for block_size in (16, 32, 64):
+            for contiguous in (True, False):
+                self.run_step([5, 16, 31], [1, 1, 5], block_size=block_size, contiguous=contiguous)
+
+    def test_speculative_queries(self):
+        self.run_step([5, 33, 20], [4, 2, 4], spec=4)
+
+    def test_fp8_cache(self):
+        self.run_step([5, 33, 17], [1, 1, 9], kv=torch.float8_e4m3fn)
+
+    def test_padding_of_a_graph_is_nothing(self):
+        self.run_step([5, 33, 0, 0], [1, 1, 0, 0])
+
+    def test_the_run_that_measures_memory(self):
+        impl = self.plugin.VivaceImpl(HEADS, DIM, DIM**-0.5, HEADS_KV)
+        output = bf16(2, HEADS * DIM)
+        self.assertFalse(impl.forward(None, output, output, output, None, None, output).any())
+
+    def test_fused_prologue(self):
+        tokens, block_size = 3, 16
+        cache = torch.zeros(4, HEADS_KV, block_size, 2 * DIM, dtype=torch.bfloat16, device=DEVICE)
+        qkv, weight = bf16(tokens, (HEADS + 2 * HEADS_KV) * DIM), bf16(DIM)
+        angles = np.arange(32)[:, None] / 10000 ** (np.arange(DIM // 2) / (DIM // 2))
+        cos_sin = torch.tensor(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), dtype=torch.bfloat16, device=DEVICE)
+        impl = self.plugin.VivaceImpl(HEADS, DIM, DIM**-0.5, HEADS_KV)
+        self.assertTrue(impl.fused_qk_norm_rope_kvcache_supported())
+        q, slots = bf16(tokens, HEADS * DIM), torch.tensor([17, -1, 40], device=DEVICE)
+        positions = torch.tensor([4, 9, 31], device=DEVICE)
+        layer = types.SimpleNamespace(_k_scale=torch.ones(1, device=DEVICE), _v_scale=torch.ones(1, device=DEVICE))
+        impl.do_qk_norm_rope_kvcache_update(layer, qkv, q, None, positions, weight, weight, 1e-5, cos_sin, True, cache, slots)
+        heads = number(qkv).reshape(tokens, HEADS + 2 * HEADS_KV, DIM)
+        half = number(cos_sin)[[4, 9, 31]]
+        cos, sin = half[:, None, :DIM // 2], half[:, None, DIM // 2:]
+        normed = cases.normed(heads[:, :HEADS + HEADS_KV], number(weight), 1e-5)
+        a, b = normed[..., :DIM // 2], normed[..., DIM // 2:]
+        turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        close(self, number(q).reshape(tokens, HEADS, DIM), turned[:, :HEADS])
+        whole = number(cache).transpose(0, 2, 1, 3)
+        close(self, whole[1, 1, :, :DIM], turned[0, HEADS:])
+        close(self, whole[2, 8, :, DIM:], heads[2, HEADS + HEADS_KV:])
+        self.assertEqual(int((whole.reshape(-1, HEADS_KV * 2 * DIM) != 0).any(axis=1).sum()), 2)
+
+    def test_refusals_name_the_reason(self):
+        with self.assertRaisesRegex(NotImplementedError, "ALiBi"):
+            self.plugin.VivaceImpl(HEADS, DIM, 1.0, HEADS_KV, alibi_slopes=[1.0])
+        with self.assertRaisesRegex(NotImplementedError, "encoder"):
+            self.plugin.VivaceImpl(HEADS, DIM, 1.0, HEADS_KV, attn_type="encoder")
+        with self.assertRaisesRegex(NotImplementedError, "at most 8"):
+            self.builder(spec=9)
+        self.assertTrue(self.plugin.VivaceBackend.supports_head_size(128))
+        self.assertFalse(self.plugin.VivaceBackend.supports_head_size(72 + 1))
+        self.assertEqual(self.plugin.VivaceBackend.get_supported_kernel_block_sizes(), [("multiple of", 16)])
+
+
+class Mode:
+    def __init__(self, name):
+        self.name = name
+
+    def is_decode_or_idle(self):
+        return self.name == "decode"
+
+    def is_extend(self):
+        return self.name == "extend"
+
+    def __str__(self):
+        return self.name
+
+
+class Pool:
+    def __init__(self, slots, dtype):
+        self.k = bf16(slots, HEADS_KV, DIM).to(dtype)
+        self.v = bf16(slots, HEADS_KV, DIM).to(dtype)
+
+    def get_kv_buffer(self, layer_id):
+        return self.k, self.v
+
+    def set_kv_buffer(self, layer, loc_info, k, v, k_scale, v_scale):
+        self.k[loc_info], self.v[loc_info] = k, v
+
+
+class Sglang(unittest.TestCase):
+    PAGE = 16
+
+    @classmethod
+    def setUpClass(cls):
+        engines.stand_in("sglang", {
+            "AttentionBackend": {"__init__": lambda self: None},
+            "KVWriteLoc": lambda loc: loc,
+            "get_parallel": lambda: types.SimpleNamespace(tp_size=1),
+            "DispatchMoeRunnerCore": {"__init__": lambda self, config: setattr(self, "config", config)},
+            "StandardCombineInput": types.SimpleNamespace,
+            "resolve_moe_runner_backend": lambda name: types.SimpleNamespace(value=name),
+            "get_moe_runner_backend": lambda: types.SimpleNamespace(value="vivace"),
+            "StandardTopKOutput": lambda *values: values,
+        })
+        from vivace.plugins.sglang import attention, moe, router
+        cls.plugin, cls.moe, cls.router = attention, moe, router
+
+    def runner(self, **changes):
+        requests, slots = 6, 640
+        model = types.SimpleNamespace(context_len=96, num_attention_heads=HEADS, head_dim=DIM, get_num_kv_heads=lambda tp: HEADS_KV)
+        pages = np.random.default_rng(2).permutation(slots // self.PAGE)[:requests * 6].reshape(requests, 6)
+        table = (pages[:, :, None] * self.PAGE + np.arange(self.PAGE)).reshape(requests, 96)
+        values = dict(model_config=model, page_size=self.PAGE, device=DEVICE, dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16,
+                      spec_algorithm=types.SimpleNamespace(is_speculative=lambda: False), sliding_window_size=None,
+                      req_to_token_pool=types.SimpleNamespace(req_to_token=i32(table), size=requests),
+                      token_to_kv_pool=Pool(slots, torch.bfloat16))
+        return types.SimpleNamespace(**{**values, **changes}), pages
+
+    def layer(self, **changes):
+        values = dict(layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=HEADS_KV, head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5, logit_cap=0.0,
+                      sliding_window_size=-1, k_scale=None, v_scale=None, is_cross_attention=False)
+        return types.SimpleNamespace(**{**values, **changes})
+
+    def batch(self, mode, lengths, requests, queries):
+        return types.SimpleNamespace(
+            batch_size=len(lengths), forward_mode=Mode(mode), seq_lens=torch.tensor(lengths, device=DEVICE),
+            req_pool_indices=torch.tensor(requests, device=DEVICE), extend_seq_lens=torch.tensor(queries, device=DEVICE),
+            extend_seq_lens_cpu=queries, out_cache_loc=None)
+
+    def check(self, runner, pages, q, out, lengths, requests, queries):
+        k, v = (number(t).reshape(-1, self.PAGE, HEADS_KV, DIM) for t in runner.token_to_kv_pool.get_kv_buffer(0))
+        start = np.concatenate([[0], np.cumsum(queries)])
+        close(self, number(out).reshape(-1, HEADS, DIM), cases.attention(number(q).reshape(-1, HEADS, DIM), k, v, pages[requests], lengths, start))
+
+    def test_decode_and_extend(self):
+        runner, pages = self.runner()
+        backend, layer = self.plugin.VivaceAttnBackend(runner), self.layer()
+        for mode, lengths, requests, queries in (("decode", [5, 40, 96], [3, 0, 5], [1, 1, 1]), ("extend", [30, 17], [1, 4], [30, 5])):
+            batch = self.batch(mode, lengths, requests, queries)
+            backend.init_forward_metadata(batch)
+            q = bf16(sum(queries), HEADS * DIM)
+            step = backend.forward_decode if mode == "decode" else backend.forward_extend
+            self.check(runner, pages, q, step(q, None, None, layer, batch), lengths, requests, queries)
+
+    def test_new_keys_are_saved_first(self):
+        runner, pages = self.runner()
+        backend, layer = self.plugin.VivaceAttnBackend(runner), self.layer()
+        batch = self.batch("decode", [7], [2], [1])
+        batch.out_cache_loc = runner.req_to_token_pool.req_to_token[2, 6:7].long()
+        backend.init_forward_metadata(batch)
+        q, k, v = bf16(1, HEADS * DIM), bf16(1, HEADS_KV, DIM), bf16(1, HEADS_KV, DIM)
+        self.check(runner, pages, q, backend.forward_decode(q, k, v, layer, batch), [7], [2], [1])
+        self.assertTrue(torch.equal(runner.token_to_kv_pool.k[batch.out_cache_loc], k))
+
+    def test_the_hooks_of_graphs(self):
+        """Metadata is made once outside; what is inside is made anew at each replay."""
+        runner, pages = self.runner()
+        backend, layer = self.plugin.VivaceAttnBackend(runner), self.layer()
+        backend.init_cuda_graph_state(4, 4)
+        batch, q = self.batch("decode", [1, 1, 1], [0, 0, 0], [1, 1, 1]), bf16(3, HEADS * DIM)
+
+        def step():
+            backend.init_forward_metadata_in_graph(batch)
+            return backend.forward_decode(q, None, None, layer, batch)
+
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        step()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step()
+        for lengths, requests in (([5, 40, 96], [3, 0, 5]), ([64, 1, 20], [1, 2, 4])):
+            batch.seq_lens.copy_(torch.tensor(lengths))
+            batch.req_pool_indices.copy_(torch.tensor(requests))
+            backend.init_forward_metadata_out_graph(batch)
+            if DEVICE == "cuda":
+                graph.replay()
+            else:
+                out = step()
+            self.check(runner, pages, q, out, lengths, requests, [1, 1, 1])
+
+    def test_refusals_name_the_reason_and_the_fix(self):
+        for changes, words in (({"page_size": 1}, "--page-size 64"), ({"dtype": torch.float16}, "--dtype bfloat16"),
+                               ({"kv_cache_dtype": torch.float8_e5m2}, "--kv-cache-dtype"),
+                               ({"spec_algorithm": types.SimpleNamespace(is_speculative=lambda: True)}, "speculative"),
+                               ({"sliding_window_size": 128}, "windows")):
+            with self.assertRaisesRegex(NotImplementedError, words):
+                self.plugin.VivaceAttnBackend(self.runner(**changes)[0])
+        backend = self.plugin.VivaceAttnBackend(self.runner()[0])
+        batch = self.batch("decode", [5], [0], [1])
+        backend.init_forward_metadata(batch)
+        with self.assertRaisesRegex(NotImplementedError, "window of 32"):
+            backend.forward_decode(bf16(1, HEADS * DIM), None, None, self.layer(sliding_window_size=32), batch)
+        with self.assertRaisesRegex(NotImplementedError, "verify"):
+            backend.init_forward_metadata(self.batch("verify", [5], [0], [1]))
+
+    def config(self, **changes):
+        values = dict(activation="silu", is_gated=True, gemm1_alpha=None, gemm1_clamp_limit=None, swiglu_limit=None,
+                      apply_router_weight_on_input=False, no_combine=False, inplace=True, routed_scaling_factor=None, layer_id=3)
+        return types.SimpleNamespace(**{**values, **changes})
+
+    def test_experts_in_bf16_and_fp8(self):
+        torch.manual_seed(5)
+        ids = i32([[0, 2], [1, -1], [3, 3]])
+        weights = torch.rand(3, 2, device=DEVICE)
+        gate_up, down, x = bf16(4, 256, 256), bf16(4, 256, 128), bf16(3, 256)
+        topk = types.SimpleNamespace(topk_ids=ids, topk_weights=weights)
+        plain = dict(b13=None, b2=None, w13_scale=None, w2_scale=None, a13_scale=None, a2_scale=None, block_shape=None, use_fp8_w8a8=False)
+        core = self.moe._core_class()(self.config(routed_scaling_factor=2.0))
+        info = types.SimpleNamespace(w13_weight=gate_up, w2_weight=down, **plain)
+        out = core.run_from_dispatch(types.SimpleNamespace(hidden_states=x, topk_output=topk), info, core.config).hidden_states
+        expected = 2 * cases.moe(number(x), number(gate_up), number(down), ids.cpu().numpy(), number(weights))
+        close(self, number(out), expected, 2.0**-5)
+        fp8 = {"w13_weight": gate_up.to(torch.float8_e4m3fn), "w2_weight": down.to(torch.float8_e4m3fn)}
+        scales = {"w13_scale": torch.rand(4, 2, 2, device=DEVICE) + 0.5, "w2_scale": torch.rand(4, 2, 1, device=DEVICE) + 0.5}
+        info = types.SimpleNamespace(**{**plain, **fp8, **scales, "block_shape": [128, 128], "use_fp8_w8a8": True})
+        blocks = {name: number(scale).repeat(128, axis=1).repeat(128, axis=2) for name, scale in scales.items()}
+        core = self.moe._core_class()(self.config())
+        expected = cases.moe(number(x), number(fp8["w13_weight"]) * blocks["w13_scale"], number(fp8["w2_weight"]) * blocks["w2_scale"],
+                             ids.cpu().numpy(), number(weights))
+        out = core.run_from_dispatch(types.SimpleNamespace(hidden_states=x.clone(), topk_output=topk), info, core.config).hidden_states
+        close(self, number(out), expected, 0.1)  # activations have three bits after the point
+        info = types.SimpleNamespace(**{**plain, **fp8, "use_fp8_w8a8": True, "a13_scale": torch.full((1,), 0.02, device=DEVICE),
+                                        "a2_scale": torch.full((4,), 4.0, device=DEVICE), "w13_scale": torch.rand(4, device=DEVICE) + 0.5,
+                                        "w2_scale": torch.rand(4, device=DEVICE) + 0.5})
+        expected = cases.moe(number(x), number(fp8["w13_weight"]) * number(info.w13_scale)[:, None, None],
+                             number(fp8["w2_weight"]) * number(info.w2_scale)[:, None, None], ids.cpu().numpy(), number(weights))
+        out = core.run_from_dispatch(types.SimpleNamespace(hidden_states=x.clone(), topk_output=topk), info, core.config).hidden_states
+        close(self, number(out), expected, 0.1)
+
+    def test_experts_refuse(self):
+        for changes, words in (({"activation": "gelu"}, "gelu"), ({"gemm1_alpha": 1.7}, "gemm1_alpha"), ({"no_combine": True}, "no_combine")):
+            with self.assertRaisesRegex(NotImplementedError, f"{words}.*layer 3"):
+                self.moe._core_class()(self.config(**changes))
+
+    def test_router(self):
+        config = types.SimpleNamespace(
+            top_k=2, scoring_func="sigmoid", custom_routing_function=None, torch_native=False, num_shared_topk_slots=0, correction_bias=None,
+            use_grouped_topk=False, topk_group=None, num_expert_group=None, renormalize=True, routed_scaling_factor=2.5,
+            apply_routed_scaling_factor_on_output=True)
+        logits = torch.randn(3, 8, device=DEVICE)
+        weights, ids, _ = self.router.select_experts(None, None, logits, config, layer_id=1, num_token_non_padded=torch.tensor(2, device=DEVICE))
+        score = torch.sigmoid(logits)
+        best, order = score.topk(2, dim=1)
+        self.assertTrue(torch.equal(ids[:2].long(), order[:2]) and bool((ids[2] == -1).all()))
+        self.assertTrue(torch.allclose(weights[:2], 2.5 * best[:2] / best[:2].sum(1, keepdim=True), atol=1e-5))
+        config.custom_routing_function = len
+        self.assertEqual(self.router.select_experts(lambda *a, **k: "theirs", None, logits, config, layer_id=1), "theirs")
+
+
+if __name__ == "__main__":
+    package.main()
