@@ -38,8 +38,17 @@ def build() -> dict[str, Any]:
     return _library.text_of(_library.LIBRARY.vivace_build)
 
 
+def explain(model_config: Any, *, tp: int = 1, page_tokens: int = 64, kv_dtype: str = "bf16", compute_capability: int = 90) -> Any:
+    """What the plugins for SGLang and vLLM take over of a model, by which rows, and why not the rest; print() the result.
+
+    model_config  a dict, a transformers configuration, a path to config.json or to its folder
+    """
+    from .explanation import explain as answer
+    return answer(model_config, tp=tp, page_tokens=page_tokens, kv_dtype=kv_dtype, compute_capability=compute_capability)
+
+
 __all__ = ["Array", "Choice", "Cost", "DecodeScheduleParams", "ExpertWeights", "Operator", "Route", "RouterWeight", "Sampled", "Shape", "Typed",
            "attention_decode", "attention_decode_schedule_params", "attention_prefill", "attention_prologue", "build", "configure",
-           "counts", "current_stream", "decode_attention", "decode_schedule", "decode_schedule_ints", "embedding", "empty_scale",
+           "counts", "current_stream", "decode_attention", "decode_schedule", "decode_schedule_ints", "embedding", "empty_scale", "explain",
            "fused_moe", "grouped_gemm", "linear", "linear_parts", "numbers", "operators", "prepare_router_weight", "quantize_fp8",
            "rms_norm", "route_top_k", "router_gemm", "sampler", "silu_mul", "use_stream"]

@@ -1,0 +1,195 @@
+"""What Vivace's plugins take over of a model, by which row of which table, and why not the rest.
+
+    python3 -m vivace.explanation CONFIG [--tp 8] [--page-tokens 64] [--kv-dtype fp8_e4m3]
+
+CONFIG is a Hugging Face config.json, or the folder that has one. Nothing is loaded and no GPU is needed: the tables are asked about
+shapes, for an H200 unless --compute-capability says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any, Mapping, NamedTuple
+
+from . import build
+from ._arrays import Shape
+from ._library import Choice
+from .ops import (DecodeScheduleParams, RouterWeight, attention_decode, attention_prefill, attention_prologue, fused_moe, route_top_k,
+                  router_gemm)
+
+BATCHES = (1, 8, 32, 64)
+PROMPT = 2048
+
+# What is known of when a part pays; figures, and the commands behind them, stand in the operators' pages.
+PAYS = {
+    "decode attention": "batches of mixed lengths most: the schedule cuts one long request over the chip",
+    "prefill attention": "not faster than the engines' own on an H200 yet; --decode-attention-backend leaves extend to the engine",
+    "prologue": "in vLLM, where its compile pass fuses QK norm, rotation and the cache; one kernel for four",
+    "experts": "not faster than tuned kernels on an H200 yet; measure before choosing it",
+    "router logits": "with fp32 router weights; fp32 accuracy on bf16 tensor cores",
+    "choice of experts": "one kernel for softmax or sigmoid, bias, groups and renormalisation",
+}
+
+
+class Part(NamedTuple):
+    """One part of a layer at one size."""
+
+    name: str
+    operator: str
+    size: str
+    choice: Choice | None  # None: not asked, see `reason`
+    reason: str = ""
+
+    @property
+    def taken(self) -> bool:
+        return self.choice is not None and self.choice.row is not None
+
+
+class Explanation(NamedTuple):
+    model: str
+    layout: str
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.layout}"]
+        for name in dict.fromkeys(part.name for part in self.parts):
+            parts = [part for part in self.parts if part.name == name]
+            lines.append(f"\n{name} ({parts[0].operator}): {PAYS[name]}")
+            for part in parts:
+                if part.taken:
+                    lines.append(f"  {part.size:<24} {part.choice.row}")
+                    lines += [f"  {'':<24}   not {row}: {why}" for row, why in part.choice.refused if row.partition(".")[0] not in ("cpu", "reference")]
+                else:
+                    lines.append(f"  {part.size:<24} left to the engine: {part.reason or _why(part.choice)}")
+        return "\n".join([*lines, *(f"\nnote: {note}" for note in self.notes)])
+
+
+def _why(choice: Choice) -> str:
+    return "; ".join(f"{row}: {why}" for row, why in choice.refused if row.partition(".")[0] not in ("cpu", "reference")) or "no row for a GPU"
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if isinstance(config, (str, pathlib.Path)):
+        path = pathlib.Path(config)
+        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    elif not isinstance(config, Mapping):
+        config = config.to_dict()  # transformers' configurations
+    return dict(config.get("text_config") or config)
+
+
+def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), default)
+
+
+def explain(model_config: Any, *, tp: int = 1, page_tokens: int = 64, kv_dtype: str = "bf16", compute_capability: int = 90) -> Explanation:
+    """What the plugins take over of a model on each of `tp` ranks. str() of the result is a page of text.
+
+    model_config  a dict, a transformers configuration, a path to config.json or to its folder
+    ValueError    the configuration lacks what every decoder has, or does not divide by tp
+    """
+    config = _as_dict(model_config)
+    heads = _first(config, "num_attention_heads")
+    hidden = _first(config, "hidden_size")
+    if heads is None or hidden is None:
+        raise ValueError("vivace.explain: the configuration has no num_attention_heads or hidden_size: is it that of a decoder?")
+    heads_kv, head_dim = _first(config, "num_key_value_heads", default=heads), _first(config, "head_dim", default=hidden // heads)
+    if heads % tp:
+        raise ValueError(f"vivace.explain: tp is {tp}, which does not divide {heads} query heads")
+    kind = str(_first(config, "model_type", default="model"))
+    heads_q, heads_kv = heads // tp, max(heads_kv // tp, 1)
+    where = {"device": "cuda", "compute_capability": compute_capability}
+    fp8_kv = kv_dtype == "fp8_e4m3"
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+
+    def shape(extents: tuple[int, ...], dtype: str = "bf16") -> Shape:
+        return Shape(extents, dtype, **where)
+
+    scale = shape((1,), "f32") if fp8_kv else None
+    scales = {"k_scale": scale, "v_scale": scale}
+    cache = shape((1024, page_tokens, heads_kv, head_dim), kv_dtype)
+    parts: list[Part] = []
+    notes: list[str] = []
+    mla = config.get("kv_lora_rank")
+
+    for batch in BATCHES:
+        q, pages = shape((batch, heads_q, head_dim)), shape((batch, 64), "i32")
+        size = f"batch {batch}"
+        if mla:
+            parts.append(Part("decode attention", "attention_decode", size, None, "latent attention (MLA) is not known"))
+            continue
+        parts.append(Part("decode attention", "attention_decode", size, attention_decode.explain(
+            q, cache, cache, pages, shape((batch,), "i32"), shape((batch + 1,), "i32"), shape((4096,), "i32"),
+            DecodeScheduleParams(heads_kv, workers=132), **scales)))
+    if not mla:
+        q = shape((PROMPT, heads_q, head_dim))
+        parts.append(Part("prefill attention", "attention_prefill", f"{PROMPT} tokens", attention_prefill.explain(
+            q, cache, cache, shape((1, 64), "i32"), shape((1,), "i32"), shape((2,), "i32"), **scales)))
+        norm = shape((head_dim,))
+        parts.append(Part("prologue", "attention_prologue", "any", attention_prologue.explain(
+            shape((1, (heads_q + 2 * heads_kv) * head_dim)), shape((1,), "i64"), cache, cache, cos_sin=shape((4096, head_dim), "f32"),
+            positions=shape((1,), "i32"), q_norm_weight=norm, k_norm_weight=norm, **scales)))
+    if window:
+        notes.append(f"layers with a window of {window}: taken in vLLM; SGLang keeps pools of their own for them and the plugin refuses")
+
+    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    if experts:
+        _experts(config, experts, hidden, tp, shape, parts, notes)
+    if not build()["cuda"]:
+        notes.append("this build of the library has no rows for a GPU; ask one that was built with nvcc")
+    notes.append("not asked here: what an engine's own default would take; both engines log it at start")
+    return Explanation(kind, f"{heads_q} query and {heads_kv} KV heads of {head_dim} on each of {tp} rank{'s' if tp > 1 else ''}, pages of "
+                             f"{page_tokens} tokens, keys and values in {kv_dtype}", tuple(parts), tuple(notes))
+
+
+def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shape: Any, parts: list[Part], notes: list[str]) -> None:
+    top_k = _first(config, "num_experts_per_tok", "moe_topk", "top_k", default=1)
+    whole = _first(config, "moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
+    top_k, whole = (value[0] if isinstance(value, list) else value for value in (top_k, whole))
+    inner = whole // tp
+    quantised = config.get("quantization_config") or {}
+    fp8, block = quantised.get("quant_method") == "fp8", bool(quantised.get("weight_block_size"))
+    dtype = "fp8_e4m3" if fp8 else "bf16"
+    for tokens in (*BATCHES, PROMPT):
+        size = f"{tokens} token{'s' if tokens > 1 else ''}"
+        if quantised and not fp8:
+            parts.append(Part("experts", "fused_moe", size, None, f"quantisation {quantised.get('quant_method')} is not known"))
+            continue
+        if fp8 and block and inner % 128:
+            parts.append(Part("experts", "fused_moe", size, None,
+                              f"{inner} rows a rank: gate and up would share a block of scales; use expert parallelism"))
+            continue
+        options: dict[str, Any] = {}
+        if fp8:
+            blocks = ((hidden + 127) // 128, (inner + 127) // 128)
+            options = ({"x_scale": shape((tokens, blocks[0]), "f32"), "gate_up_scale": shape((experts, 2, blocks[1], blocks[0]), "f32"),
+                        "down_scale": shape((experts, *blocks), "f32")} if block else
+                       {"x_scale": shape((1,), "f32"), "gate_up_scale": shape((experts, 2), "f32"), "down_scale": shape((experts,), "f32"),
+                        "act_scale": shape((1,), "f32")})
+        parts.append(Part("experts", "fused_moe", size, fused_moe.explain(
+            shape((tokens, hidden), dtype), shape((experts, 2 * inner, hidden), dtype), shape((experts, hidden, inner), dtype),
+            shape((tokens, top_k), "i32"), shape((tokens, top_k), "f32"), **options)))
+    for tokens in (1, PROMPT):
+        size = f"{tokens} token{'s' if tokens > 1 else ''}"
+        parts.append(Part("router logits", "router_gemm", size,
+                          router_gemm.explain(shape((tokens, hidden)), RouterWeight((shape((experts, hidden)),), "exact"))))
+        parts.append(Part("choice of experts", "route_top_k", size, route_top_k.explain(shape((tokens, experts), "f32"), top_k)))
+    if _first(config, "n_shared_experts", "num_shared_expert"):
+        notes.append("shared experts stay with the engine: neither hands them to a runner")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python3 -m vivace.explanation", description=__doc__.partition("\n")[0])
+    parser.add_argument("config")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--kv-dtype", choices=("bf16", "fp8_e4m3"), default="bf16")
+    parser.add_argument("--compute-capability", type=int, default=90, metavar="10 * MAJOR + MINOR")
+    args = parser.parse_args()
+    print(explain(args.config, tp=args.tp, page_tokens=args.page_tokens, kv_dtype=args.kv_dtype, compute_capability=args.compute_capability))
+
+
+if __name__ == "__main__":
+    main()

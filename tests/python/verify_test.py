@@ -1,0 +1,136 @@
+"""vivace.verify and vivace.explain: with an engine of a few lines in place of vLLM and SGLang."""
+
+import contextlib
+import io
+import json
+import pathlib
+import sys
+import tempfile
+import textwrap
+import unittest
+
+import package
+
+package.need("vivace")
+import vivace  # noqa: E402
+from vivace import verify  # noqa: E402
+
+SERVER = textwrap.dedent("""
+    import json, os, sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    if "--break" in sys.argv:
+        sys.exit("no such model")
+    plugin = "--plugin" in sys.argv
+    assert plugin != (os.environ.get("NO_PLUGIN") == "1")
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, body):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        def do_GET(self):
+            self.answer(b"")
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert asked["temperature"] == 0 and asked["ignore_eos"] and asked["model"] == "tiny"
+            text = "".join(chr(97 + i % 26) for i in asked["prompt"][:asked["max_tokens"]])
+            if plugin and asked["prompt"][0] % 2 == 0:
+                text = text[:2] + "?" + text[3:]
+            self.answer(json.dumps({"choices": [{"text": text}]}).encode())
+        def log_message(self, *args):
+            pass
+    HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+""")
+CLIENT = textwrap.dedent("""
+    import json, os, sys
+    fast = os.environ.get("NO_PLUGIN") != "1"
+    open(sys.argv[1], "w").write(json.dumps({"mean_tpot_ms": 9, "median_tpot_ms": 6 if fast else 8, "p99_tpot_ms": 20}) + "\\n")
+""")
+
+
+class Verify(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        (self.folder / "server.py").write_text(SERVER)
+        (self.folder / "client.py").write_text(CLIENT)
+        engine = verify.Engine(serve=(sys.executable, str(self.folder / "server.py"), "{port}"), plugin=("--plugin",),
+                               without={"NO_PLUGIN": "1"}, client=(sys.executable, str(self.folder / "client.py"), "{path}"),
+                               tpot_ms=verify._named)
+        verify.ENGINES["vllm"], before = engine, verify.ENGINES["vllm"]
+        self.addCleanup(verify.ENGINES.__setitem__, "vllm", before)
+
+    def run_it(self, *args):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = verify.main(["--engine", "vllm", "--model", "tiny", "--out", str(self.folder / "verify.json"), "--prompts", "8", "--input-len",
+                                "12", "--output-len", "10", "--patience", "20", *args])
+        return code, out.getvalue(), err.getvalue()
+
+    def test_a_report(self):
+        code, out, err = self.run_it()
+        self.assertEqual((code, err), (0, ""))
+        report = json.loads((self.folder / "verify.json").read_text())
+        self.assertEqual(report["tpot_ms"]["default"]["median"], 8)
+        self.assertEqual(report["tpot_ratio"], 0.75)
+        self.assertEqual(report["agreement"]["compared"], 8)
+        self.assertLess(report["agreement"]["equal"], 8)
+        self.assertIn("plugin / default  0.750", out)
+        self.assertIn("greedy texts", out)
+
+    def test_too_little_agreement_fails(self):
+        self.assertEqual(self.run_it("--least-agreement", "0.99")[0], 1)
+
+    def test_a_server_that_ends_says_why(self):
+        code, _, err = self.run_it("--", "--break")
+        self.assertEqual(code, 2)
+        self.assertIn("no such model", err)
+
+    def test_agreement(self):
+        self.assertEqual(verify.agreement(["abcd", "xy"], ["abcd", "xz"]), {"compared": 2, "equal": 1, "common_share": 0.75})
+        self.assertEqual(verify.agreement([], [])["common_share"], 1.0)
+
+
+QWEN = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+
+class Explain(unittest.TestCase):
+    def test_every_part_is_named(self):
+        answer = vivace.explain(QWEN)
+        self.assertEqual({part.operator for part in answer.parts},
+                         {"attention_decode", "attention_prefill", "attention_prologue", "fused_moe", "router_gemm", "route_top_k"})
+        if vivace.build()["cuda"]:
+            self.assertTrue(all(part.taken for part in answer.parts), str(answer))
+            self.assertIn("sm90.warps", str(answer))
+        else:
+            self.assertIn("no rows for a GPU", str(answer))
+            self.assertIn("left to the engine", str(answer))
+
+    def test_what_is_not_taken_has_a_reason(self):
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        self.assertIn("share a block of scales", str(vivace.explain({**QWEN, "quantization_config": fp8}, tp=4)))
+        self.assertIn("quantisation awq is not known", str(vivace.explain({**QWEN, "quantization_config": {"quant_method": "awq"}})))
+        self.assertIn("latent attention (MLA)", str(vivace.explain({**QWEN, "kv_lora_rank": 512})))
+        self.assertIn("a window of 4096", str(vivace.explain({**QWEN, "sliding_window": 4096})))
+
+    def test_where_the_configuration_comes_from(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "config.json"
+            path.write_text(json.dumps(QWEN))
+            expected = str(vivace.explain(QWEN))
+            self.assertEqual(str(vivace.explain(path)), expected)
+            self.assertEqual(str(vivace.explain(folder)), expected)
+        configuration = type("Config", (), {"to_dict": lambda self: QWEN})()
+        self.assertEqual(str(vivace.explain(configuration)), expected)
+        for name in ("tiny-qwen3-moe", "tiny-hy3"):
+            self.assertIn("decode attention", str(vivace.explain(package.ROOT / "tests" / "data" / name)))
+
+    def test_nonsense(self):
+        with self.assertRaisesRegex(ValueError, "num_attention_heads"):
+            vivace.explain({"hidden_size": 8})
+        with self.assertRaisesRegex(ValueError, "tp is 5"):
+            vivace.explain(QWEN, tp=5)
+
+
+if __name__ == "__main__":
+    package.main()
