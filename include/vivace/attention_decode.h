@@ -43,6 +43,7 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream);
 /// Workspace of any call whose shapes, params and max_query_tokens are at most these: extents of q,
 /// page_table and k count, pointers do not. Without params.piece_tiles it does not grow with the batch or its
 /// lengths; with it, it holds every group of requests * max_pages pages.
+/// Fails  invalid_argument: q or k has no shape. unsupported: no row fits.
 Result<int64_t> attention_decode_workspace_bytes(const AttentionDecodeArgs& args, const Stream& stream);
 /// How to cut the schedule of such calls for the row that runs them: shapes, types and max_query_tokens of `args` count, and
 /// piece_tiles and window of its params, which are kept, on the CPU tile_tokens too. With more query tokens another row may run.

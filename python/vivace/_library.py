@@ -8,7 +8,7 @@ import os
 import pathlib
 import struct
 import threading
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from . import _arrays
 from ._operators import OPERATORS, Operator
@@ -193,6 +193,33 @@ class Entry:
         library = _arrays.library_of(values[0])
         return self._parts(values, library), stream_bytes(library.place(values[0]))
 
+    def objects(self, exchange: int) -> Callable[[tuple], None]:
+        """A way to run the operator on tensor objects of a library with DLPack's C exchange: they are taken apart in C. The values
+        have to be such objects, None or numbers, and a workspace is given. Python's lock is held, since the objects are looked at.
+        """
+        operator, kinds = self.operator, [argument.kind for argument in self.operator.arguments]
+        forms = "".join(f"Q{_arrays.TENSOR_BYTES - 8}x" if kind == "tensor" else "d" if kind == "float" else "q" for kind in kinds)
+        pack, header, tensors = struct.Struct("=Q" + forms).pack, self.struct_bytes, self._tensors
+        places, at = [], 8
+        for kind in kinds:
+            if kind == "tensor":
+                places.append(at)
+            at += _arrays.TENSOR_BYTES if kind == "tensor" else 8
+        array = (ctypes.c_int64 * len(places))(*places)
+        run = ctypes.cast(getattr(LIBRARY, f"vivace_{operator.name}"), ctypes.c_void_p).value
+        site = _ObjectCall(run, exchange, id(None), context(), at, len(places), ctypes.cast(array, ctypes.c_void_p).value)
+        pointer = ctypes.addressof(site)
+
+        def call(values: tuple, _kept: tuple = (array, site)) -> None:
+            numbers = list(values)
+            for i in tensors:
+                numbers[i] = id(values[i])
+            code = _call_objects(pointer, pack(header, *numbers))
+            if code:
+                check(code)
+
+        return call
+
     def run(self, values: tuple) -> None:
         """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""
         parts, stream = self._call(values)
@@ -241,5 +268,13 @@ class Entry:
         check(LIBRARY.vivace_attention_decode_schedule_params(b"".join(parts), stream, found))
         return tuple(found)
 
+
+class _ObjectCall(ctypes.Structure):
+    _fields_ = [("run", ctypes.c_void_p), ("exchange", ctypes.c_void_p), ("none", ctypes.c_void_p), ("context", ctypes.c_void_p),
+                ("args_bytes", ctypes.c_int64), ("tensor_count", ctypes.c_int64), ("tensors", ctypes.c_void_p)]
+
+
+_call_objects = ctypes.PyDLL(LIBRARY._name).vivace_call_objects
+_call_objects.restype, _call_objects.argtypes = ctypes.c_int32, [ctypes.c_void_p, ctypes.c_char_p]
 
 ENTRIES = {name: Entry(operator) for name, operator in OPERATORS.items()}

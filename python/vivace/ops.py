@@ -36,17 +36,16 @@ def _choice_of(place: str, value: str, names: dict[str, int]) -> int:
     return names[value]
 
 
-def _run(name: str, values: tuple) -> None:
-    _library.ENTRIES[name].run(values)
-
-
 class Operator(Generic[P, R]):
-    """An operator that can be called, and asked about a call. `build` gives the arguments in the order of the library's struct, and
-    what the call returns."""
+    """An operator that can be called, and asked about a call.
 
-    def __init__(self, name: str, build: Callable[P, tuple[tuple, R]]) -> None:
+    `build` checks and allocates: it returns the arguments in the order of the library's struct, and beside them what its annotation
+    says, which is what the call returns.
+    """
+
+    def __init__(self, name: str, build: Callable[P, R]) -> None:
         self.name = name
-        self._build = build
+        self._build: Any = build
         functools.update_wrapper(self, build)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,10 +55,10 @@ class Operator(Generic[P, R]):
             _arrays.library_of(args[0])  # TypeError: it is no array
             raise
         torch_ops = sys.modules.get("vivace.torch_ops")
-        if torch_ops is not None and torch_ops.takes(values[0]):
+        if torch_ops is not None and isinstance(values[0], torch_ops.torch.Tensor):
             torch_ops.run(self.name, values)
         else:
-            _run(self.name, values)
+            _library.ENTRIES[self.name].run(values)
         return result
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
@@ -78,8 +77,8 @@ class Operator(Generic[P, R]):
         return f"<vivace operator {self.name}>"
 
 
-def _operator(build: Callable[P, tuple[tuple, R]]) -> Operator[P, R]:
-    return Operator(build.__name__.removeprefix("_many_"), build)
+def _operator(build: Callable[P, R]) -> Operator[P, R]:
+    return Operator(build.__name__, build)
 
 
 def _blocks(width: int) -> int:
@@ -137,8 +136,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, x_scale: Array
     return _linear_values(x, x_scale, [(weight, weight_scale, bias, out)], scaling, exact, batch_invariant, workspace), out
 
 
-@_operator
-def _many_linear(x: Array, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, *, x_scale: Array | None = None,
+def _linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, *, x_scale: Array | None = None,
                  weight_scales: Sequence[Array | None] | None = None, scaling: str = "tensor", exact: bool = False,
                  batch_invariant: bool = False, outs: Sequence[Array] | None = None, out_dtype: str | None = None,
                  workspace: Array | None = None) -> tuple[Array, ...]:
@@ -152,7 +150,7 @@ def _many_linear(x: Array, weights: Sequence[Array], biases: Sequence[Array | No
     return _linear_values(x, x_scale, parts, scaling, exact, batch_invariant, workspace), tuple(outs)
 
 
-linear_parts = _many_linear
+linear_parts = Operator("linear", _linear_parts)
 
 
 @_operator

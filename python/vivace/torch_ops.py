@@ -8,6 +8,8 @@ them. In eager mode vivace.NAME calls the library directly, in a compiled graph 
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from typing import Any, Sequence
 
 import torch
@@ -65,13 +67,41 @@ _arrays.LIBRARIES[torch.Tensor] = _arrays.LIBRARIES[torch.nn.Parameter] = TORCH
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def takes(array: Any) -> bool:
-    """Whether a call on this array goes through torch.ops: while torch traces, and for tensors that are no memory."""
-    return torch.compiler.is_compiling() or (isinstance(array, torch.Tensor) and type(array) not in _PLAIN)
+def _exchange() -> int:
+    """torch's C exchange of tensors, from torch 2.10 on; 0 without it."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return 0
+    address = _arrays._capsule_pointer(capsule, b"dlpack_exchange_api")
+    major, _, _, _, _, _, tensor, stream = struct.unpack("=IIQQQQQQ", ctypes.string_at(address, 56))
+    return address if major == 1 and tensor and stream else 0
+
+
+EXCHANGE = _exchange()
+_quick: dict[tuple[str, int], Any] = {}
+_PLAIN_OR_NUMBER = {torch.Tensor, torch.nn.Parameter, type(None), int, float}
+
+
+def quick(name: str, values: tuple) -> Any:
+    """The quickest way to run an operator on these values, if they have it: plain tensors on a GPU, and no workspace to be found."""
+    if not EXCHANGE or not values[0].is_cuda or not _PLAIN_OR_NUMBER.issuperset(map(type, values)):
+        return None
+    place = OPERATORS[name].workspace
+    if place is not None and values[place] is None:
+        return None
+    key = (name, _library.context())
+    call = _quick.get(key)
+    if call is None:
+        call = _quick[key] = _library.ENTRIES[name].objects(EXCHANGE)
+    return call
 
 
 def run(name: str, values: tuple) -> None:
-    getattr(torch.ops.vivace, name)(*values)
+    """Through torch.ops while torch traces, and for tensors that are no memory; else straight to the library."""
+    if torch.compiler.is_compiling() or type(values[0]) not in _PLAIN:
+        getattr(torch.ops.vivace, name)(*values)
+    else:
+        (quick(name, values) or _library.ENTRIES[name].run)(values)
 
 
 _LIBRARY = torch.library.Library("vivace", "DEF")
@@ -82,8 +112,9 @@ def _register() -> None:
         entry = _library.ENTRIES[operator.name]
         _LIBRARY.define(operator.schema, tags=[torch.Tag.pt2_compliant_tag])
 
-        def implementation(*values: Any, _entry: _library.Entry = entry) -> None:
-            _entry.run(values)
+        def implementation(*values: Any, _entry: _library.Entry = entry, _name: str = operator.name) -> None:
+            call = quick(_name, values)
+            (call or _entry.run)(values)
 
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(operator.name, implementation, key)

@@ -5,6 +5,7 @@
 #include <new>
 #include <string>
 
+#include "src/c_api/objects.h"
 #include "src/c_api/read.h"
 #include "src/core/guard.h"
 #include "src/core/json_string.h"
@@ -367,6 +368,17 @@ vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* sour
                        weight->version = made.version;
                        return {};
                      });
+}
+
+vivace_code vivace_call_objects(const vivace_object_call* call, const void* args) {
+  alignas(8) unsigned char filled[VIVACE_MAX_ARGS_BYTES];
+  vivace_stream stream{};
+  const vivace_code code = c_api::call("vivace_call_objects", [&]() -> vivace::Status {
+    VIVACE_TRY(c_api::check_out("vivace_call_objects", "call", call));
+    VIVACE_TRY(c_api::check_out("vivace_call_objects", "args", args));
+    return c_api::fill_objects(*call, args, filled, stream);
+  });
+  return code == VIVACE_OK ? call->run(filled, &stream) : code;
 }
 
 }  // extern "C"

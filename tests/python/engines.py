@@ -4,6 +4,7 @@ A recorded class has its recorded methods, which fail when called, and whatever 
 """
 
 import importlib
+import importlib.util
 import json
 import sys
 import types
@@ -24,8 +25,20 @@ def _class(name, recorded, known, behaviour):
     return type(name, bases, {**body, **behaviour})
 
 
+def installed(engine):
+    """Whether the engine itself is there."""
+    return engine not in _STANDING_IN and importlib.util.find_spec(engine) is not None
+
+
+_STANDING_IN = set()
+
+
 def stand_in(engine, behaviour):
-    """Puts the engine's recorded modules into sys.modules. behaviour: {name: dict of class attributes, or the thing itself}."""
+    """Puts the engine's recorded modules into sys.modules, unless the engine is installed. behaviour: {name: dict of class
+    attributes, or the thing itself}."""
+    if installed(engine):
+        return {}
+    _STANDING_IN.add(engine)
     recording = json.loads((package.ROOT / "tests" / "python" / "interfaces" / f"{engine}.json").read_text())["interfaces"]
     made = {}
     pending = dict(recording)

@@ -55,6 +55,40 @@ class Torch(unittest.TestCase):
             with self.subTest(case.name):
                 self.assertEqual([bits(r) for r in cases.call(case, maker("cpu"))], [bits(r) for r in cases.call(case, cases.numpy_array)])
 
+    def test_tensors_taken_apart_in_c(self):
+        """The way that calls on a GPU take; here on the CPU too."""
+        if not vivace.torch_ops.EXCHANGE:
+            self.skipTest("this torch has no C exchange of tensors")
+        from vivace._library import ENTRIES
+        tried = 0
+        for device in DEVICES:
+            for case in runnable(device):
+                if case.operator is vivace.decode_attention:
+                    continue
+                args, options = cases.built(case.args, maker(device)), cases.built(case.options, maker(device))
+                entry = ENTRIES[case.operator.name]
+                values, result = case.operator._build(*args, **options)
+                needed = entry.workspace_bytes(values)
+                if needed:
+                    scratch = torch.empty(needed, dtype=torch.uint8, device=device)
+                    values = (*values[:entry.operator.workspace], scratch, *values[entry.operator.workspace + 1:])
+                entry.objects(vivace.torch_ops.EXCHANGE)(values)
+                self.assertEqual(bits(cases.results_of(result)), bits(cases.call(case, maker(device))[0]), case.name)
+                tried += 1
+        self.assertGreater(tried, 20)
+
+    def test_what_cannot_be_taken_apart(self):
+        if not vivace.torch_ops.EXCHANGE:
+            self.skipTest("this torch has no C exchange of tensors")
+        from vivace._library import ENTRIES
+        call, x = ENTRIES["rms_norm"].objects(vivace.torch_ops.EXCHANGE), torch.ones(2, 8)
+        with self.assertRaisesRegex(ValueError, "weight.shape"):
+            call((x, None, torch.ones(7), x, None, 0, 1e-6))
+        with self.assertRaisesRegex(ValueError, "DLPack's type"):
+            call((x.double(), None, torch.ones(8), x, None, 0, 1e-6))
+        with self.assertRaisesRegex(ValueError, "6 dimensions"):
+            call((x.view(1, 1, 1, 1, 2, 8), None, torch.ones(8), x, None, 0, 1e-6))
+
     def test_every_operator_runs_on_each_device(self):
         for device in DEVICES:
             ran = {case.name.split(".")[0] for case in runnable(device)}

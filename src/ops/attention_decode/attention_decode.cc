@@ -71,19 +71,29 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
   return dispatch(kAttentionDecode, args, stream);
 }
 
+namespace {
+
+/// Queries divide by these extents.
+Status check_heads(const AttentionArgs& a, const Stream& stream) {
+  Checker check(kName, stream.device);
+  check.that(a.k.rank == 4 && a.k.shape[2] > 0, "k.shape[2]", static_cast<double>(a.k.shape[2]),
+             "at least 1 head");
+  check.that(a.q.rank == 3 && a.q.shape[2] > 0, "q.shape[2]", static_cast<double>(a.q.shape[2]),
+             "at least 1 dimension");
+  return check.status();
+}
+
+}  // namespace
+
 Result<int64_t> attention_decode_workspace_bytes(const AttentionDecodeArgs& args, const Stream& stream) {
+  VIVACE_TRY(check_heads(args.attention, stream));
   return workspace_bytes(kAttentionDecode, args, stream);
 }
 
 Result<DecodeScheduleParams> attention_decode_schedule_params(const AttentionDecodeArgs& args,
                                                               const Stream& stream) {
   const AttentionArgs& a = args.attention;
-  Checker check(kName, stream.device);
-  check.that(a.k.rank == 4 && a.k.shape[2] > 0, "k.shape[2]", static_cast<double>(a.k.shape[2]),
-             "at least 1 head");
-  check.that(a.q.rank == 3 && a.q.shape[2] > 0, "q.shape[2]", static_cast<double>(a.q.shape[2]),
-             "at least 1 dimension");
-  VIVACE_TRY(check.status());
+  VIVACE_TRY(check_heads(a, stream));
   DecodeScheduleParams params = args.params;
   params.heads_kv = a.k.shape[2];
   params.workers = cpu::threads_of(stream.threads);
