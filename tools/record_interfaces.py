@@ -145,7 +145,8 @@ def main():
         sys.exit(__doc__)
     made = record(*sys.argv[1:])
     path = ROOT / "tests" / "python" / "interfaces" / f"{sys.argv[1]}.json"
-    path.write_text(json.dumps(made, indent=1) + "\n")
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(what)}" for name, what in made["interfaces"].items())  # a line each, for diffs
+    path.write_text(f'{{"engine": "{made["engine"]}", "version": "{made["version"]}", "interfaces": {{\n{lines}\n}}}}\n')
     print(f"{path}: {len(made['interfaces'])} names of {made['engine']} {made['version']}")
 
 
