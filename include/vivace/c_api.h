@@ -123,9 +123,9 @@ typedef struct vivace_object_call {
   const int64_t* tensors;      /* where each tensor stands in the arguments, in bytes */
 } vivace_object_call;
 enum { VIVACE_MAX_ARGS_BYTES = 4096 };
-/* Runs on the exchange's current stream of the first tensor's device. A failure of the exchange itself is VIVACE_INTERNAL, and
- * what it left (in Python an exception) says more. */
-vivace_code vivace_call_objects(const vivace_object_call* call, const void* args);
+/* Runs where the first tensor lies, there on this stream (a cudaStream_t; null on the CPU). A failure of the exchange itself is
+ * VIVACE_INTERNAL, and what it left (in Python an exception) says more. */
+vivace_code vivace_call_objects(const vivace_object_call* call, const void* args, void* stream);
 
 /* Every operator with its table, rows in order of preference:
  * [{"op": "rms_norm", "summary": "...", "rows": [{"row": "cpu.simd", "device": "cpu", "needs": ["..."], "summary": "..."}]}] */

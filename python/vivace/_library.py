@@ -193,9 +193,10 @@ class Entry:
         library = _arrays.library_of(values[0])
         return self._parts(values, library), stream_bytes(library.place(values[0]))
 
-    def objects(self, exchange: int) -> Callable[[tuple], None]:
+    def objects(self, exchange: int, stream_of: Callable[[Any], int]) -> Callable[[tuple], None]:
         """A way to run the operator on tensor objects of a library with DLPack's C exchange: they are taken apart in C. The values
-        have to be such objects, None or numbers, and a workspace is given. Python's lock is held, since the objects are looked at.
+        have to be such objects, None or numbers, and a workspace is given; stream_of says on which stream, from the first of them.
+        Python's lock is held, since the objects are looked at.
         """
         operator, kinds = self.operator, [argument.kind for argument in self.operator.arguments]
         forms = "".join(f"Q{_arrays.TENSOR_BYTES - 8}x" if kind == "tensor" else "d" if kind == "float" else "q" for kind in kinds)
@@ -214,7 +215,7 @@ class Entry:
             numbers = list(values)
             for i in tensors:
                 numbers[i] = id(values[i])
-            code = _call_objects(pointer, pack(header, *numbers))
+            code = _call_objects(pointer, pack(header, *numbers), stream_of(values[0]))
             if code:
                 check(code)
 
@@ -275,6 +276,6 @@ class _ObjectCall(ctypes.Structure):
 
 
 _call_objects = ctypes.PyDLL(LIBRARY._name).vivace_call_objects
-_call_objects.restype, _call_objects.argtypes = ctypes.c_int32, [ctypes.c_void_p, ctypes.c_char_p]
+_call_objects.restype, _call_objects.argtypes = ctypes.c_int32, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 ENTRIES = {name: Entry(operator) for name, operator in OPERATORS.items()}

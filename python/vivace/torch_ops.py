@@ -73,8 +73,12 @@ def _exchange() -> int:
     if capsule is None:
         return 0
     address = _arrays._capsule_pointer(capsule, b"dlpack_exchange_api")
-    major, _, _, _, _, _, tensor, stream = struct.unpack("=IIQQQQQQ", ctypes.string_at(address, 56))
-    return address if major == 1 and tensor and stream else 0
+    major, _, _, _, _, _, tensor = struct.unpack("=IIQQQQQ", ctypes.string_at(address, 48))
+    return address if major == 1 and tensor else 0
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    return _raw_stream(tensor.get_device()) if tensor.is_cuda else 0
 
 
 EXCHANGE = _exchange()
@@ -92,7 +96,7 @@ def quick(name: str, values: tuple) -> Any:
     key = (name, _library.context())
     call = _quick.get(key)
     if call is None:
-        call = _quick[key] = _library.ENTRIES[name].objects(EXCHANGE)
+        call = _quick[key] = _library.ENTRIES[name].objects(EXCHANGE, _stream)
     return call
 
 

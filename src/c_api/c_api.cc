@@ -370,15 +370,16 @@ vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* sour
                      });
 }
 
-vivace_code vivace_call_objects(const vivace_object_call* call, const void* args) {
+vivace_code vivace_call_objects(const vivace_object_call* call, const void* args, void* stream) {
   alignas(8) unsigned char filled[VIVACE_MAX_ARGS_BYTES];
-  vivace_stream stream{};
+  vivace_stream where{};
+  where.handle = stream;
   const vivace_code code = c_api::call("vivace_call_objects", [&]() -> vivace::Status {
     VIVACE_TRY(c_api::check_out("vivace_call_objects", "call", call));
     VIVACE_TRY(c_api::check_out("vivace_call_objects", "args", args));
-    return c_api::fill_objects(*call, args, filled, stream);
+    return c_api::fill_objects(*call, args, filled, where);
   });
-  return code == VIVACE_OK ? call->run(filled, &stream) : code;
+  return code == VIVACE_OK ? call->run(filled, &where) : code;
 }
 
 }  // extern "C"

@@ -31,7 +31,6 @@ struct DlExchange {
   void* managed_from_object;
   void* managed_to_object;
   int (*tensor_from_object)(void* object, DlTensor* out);
-  int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
 int32_t dtype_of(const DlTensor& tensor) {
@@ -88,8 +87,7 @@ Status read_object(const DlExchange& exchange, void* object, vivace_tensor& out)
 Status fill_objects(const vivace_object_call& call, const void* args, unsigned char* filled,
                     vivace_stream& stream) {
   const auto* exchange = static_cast<const DlExchange*>(call.exchange);
-  if (exchange == nullptr || exchange->major != 1 || exchange->tensor_from_object == nullptr ||
-      exchange->current_stream == nullptr) {
+  if (exchange == nullptr || exchange->major != 1 || exchange->tensor_from_object == nullptr) {
     return invalid_argument("vivace_call_objects: exchange is none of DLPack 1 that takes objects apart");
   }
   if (call.run == nullptr || call.args_bytes < 8 || call.args_bytes > VIVACE_MAX_ARGS_BYTES ||
@@ -117,10 +115,6 @@ Status fill_objects(const vivace_object_call& call, const void* args, unsigned c
     first = false;
     stream.device = tensor.device;
     stream.ordinal = tensor.ordinal;
-    if (tensor.device == VIVACE_DEVICE_CUDA &&
-        exchange->current_stream(kDlCuda, tensor.ordinal, &stream.handle) != 0) {
-      return error(Code::internal, "vivace_call_objects: the exchange gives no stream");
-    }
   }
   return {};
 }

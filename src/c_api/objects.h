@@ -5,7 +5,7 @@
 
 namespace vivace::c_api {
 
-/// Copies the arguments with every object in them replaced by the tensor that it is, and gives the stream of the first one.
+/// Copies the arguments with every object in them replaced by the tensor that it is, and says where the first one lies.
 ///
 /// Fails    invalid_argument: the call is not described as it should be, or a tensor has a type, rank or device that is not known.
 ///          internal: the exchange failed.

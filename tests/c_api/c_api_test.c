@@ -371,11 +371,6 @@ static int take_apart(void* object, dl_tensor* out) {
   *out = *(const dl_tensor*)object;
   return out->lanes == 7 ? -1 : 0;
 }
-static int stream_of(int32_t device_type, int32_t device_id, void** out) {
-  (void)device_type, (void)device_id;
-  *out = NULL;
-  return 0;
-}
 
 static vivace_code run_rms_norm(const void* args, const vivace_stream* stream) {
   return vivace_rms_norm(args, stream);
@@ -386,8 +381,7 @@ static void test_objects(void) {
     uint32_t major, minor;
     const void* unused[4];
     int (*tensor)(void*, dl_tensor*);
-    int (*stream)(int32_t, int32_t, void**);
-  } exchange = {1, 3, {0}, take_apart, stream_of};
+  } exchange = {1, 3, {0}, take_apart};
   float x[4] = {9, 3, 4, 0}, weight[2] = {1, 2}, y[2] = {0};
   int64_t row[2] = {1, 2};
   dl_tensor of_x = {x, 1, 0, 2, 2, 32, 1, row, NULL, sizeof(float)}, of_weight = {weight, 1, 0, 1, 2, 32, 1, row + 1, NULL, 0};
@@ -402,29 +396,29 @@ static void test_objects(void) {
                              offsetof(vivace_rms_norm_args, weight), offsetof(vivace_rms_norm_args, y),
                              offsetof(vivace_rms_norm_args, y_scale)};
   vivace_object_call call = {run_rms_norm, &exchange, &none, NULL, sizeof(args), 5, places};
-  CHECK(vivace_call_objects(&call, &args) == VIVACE_OK);
+  CHECK(vivace_call_objects(&call, &args, NULL) == VIVACE_OK);
   CHECK(fabsf(y[1] - 8 / sqrtf(12.5f)) < 1e-6f);
   of_x.bits = 64;
-  CHECK_FAILS(vivace_call_objects(&call, &args), VIVACE_INVALID_ARGUMENT, "DLPack's type (2, 64 bits");
+  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "DLPack's type (2, 64 bits");
   of_x.bits = 32;
   of_x.ndim = 6;
-  CHECK_FAILS(vivace_call_objects(&call, &args), VIVACE_INVALID_ARGUMENT, "6 dimensions");
+  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "6 dimensions");
   of_x.ndim = 2;
   of_x.device_type = 9;
-  CHECK_FAILS(vivace_call_objects(&call, &args), VIVACE_INVALID_ARGUMENT, "kind 9");
+  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "kind 9");
   of_x.device_type = 1;
   of_x.lanes = 7;
-  CHECK_FAILS(vivace_call_objects(&call, &args), VIVACE_INTERNAL, "gives no tensor");
+  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INTERNAL, "gives no tensor");
   of_x.lanes = 1;
   call.args_bytes = VIVACE_MAX_ARGS_BYTES + 8;
-  CHECK_FAILS(vivace_call_objects(&call, &args), VIVACE_INVALID_ARGUMENT, "args_bytes");
+  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "args_bytes");
   call.args_bytes = 64;
-  CHECK_FAILS(vivace_call_objects(&call, &args), VIVACE_INVALID_ARGUMENT, "no place in 64 bytes");
+  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "no place in 64 bytes");
   call.args_bytes = sizeof(args);
   exchange.major = 2;
-  CHECK_FAILS(vivace_call_objects(&call, &args), VIVACE_INVALID_ARGUMENT, "none of DLPack 1");
-  CHECK_FAILS(vivace_call_objects(NULL, &args), VIVACE_INVALID_ARGUMENT, "call is null");
-  CHECK_FAILS(vivace_call_objects(&call, NULL), VIVACE_INVALID_ARGUMENT, "args is null");
+  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "none of DLPack 1");
+  CHECK_FAILS(vivace_call_objects(NULL, &args, NULL), VIVACE_INVALID_ARGUMENT, "call is null");
+  CHECK_FAILS(vivace_call_objects(&call, NULL, NULL), VIVACE_INVALID_ARGUMENT, "args is null");
 }
 
 /* Another thread's error is its own. */

@@ -72,7 +72,7 @@ class Torch(unittest.TestCase):
                 if needed:
                     scratch = torch.empty(needed, dtype=torch.uint8, device=device)
                     values = (*values[:entry.operator.workspace], scratch, *values[entry.operator.workspace + 1:])
-                entry.objects(vivace.torch_ops.EXCHANGE)(values)
+                entry.objects(vivace.torch_ops.EXCHANGE, vivace.torch_ops._stream)(values)
                 self.assertEqual(bits(cases.results_of(result)), bits(cases.call(case, maker(device))[0]), case.name)
                 tried += 1
         self.assertGreater(tried, 20)
@@ -81,7 +81,7 @@ class Torch(unittest.TestCase):
         if not vivace.torch_ops.EXCHANGE:
             self.skipTest("this torch has no C exchange of tensors")
         from vivace._library import ENTRIES
-        call, x = ENTRIES["rms_norm"].objects(vivace.torch_ops.EXCHANGE), torch.ones(2, 8)
+        call, x = ENTRIES["rms_norm"].objects(vivace.torch_ops.EXCHANGE, vivace.torch_ops._stream), torch.ones(2, 8)
         with self.assertRaisesRegex(ValueError, "weight.shape"):
             call((x, None, torch.ones(7), x, None, 0, 1e-6))
         with self.assertRaisesRegex(ValueError, "DLPack's type"):
