@@ -152,6 +152,47 @@ class Vllm(unittest.TestCase):
         output = bf16(2, HEADS * DIM)
         self.assertFalse(impl.forward(None, output, output, output, None, None, output).any())
 
+    def test_experts(self):
+        """FP8 with scales of blocks and of tensors; ids of the whole model, of which this rank has some."""
+        from vivace.plugins.vllm import moe
+        torch.manual_seed(6)
+        gate_up, down = bf16(3, 256, 256).to(torch.float8_e4m3fn), bf16(3, 256, 128).to(torch.float8_e4m3fn)
+        x, weights = bf16(4, 256), torch.rand(4, 2, device=DEVICE)
+        ids, mapped = torch.tensor([[0, 4], [5, 1], [2, 3], [4, 5]], device=DEVICE), torch.tensor([-1, 0, -1, -1, 1, 2], device=DEVICE)
+        local = mapped[ids].cpu().numpy()
+
+        def run(block, w1_scale, w2_scale, a1, a1_scale, a2_scale):
+            class Experts(moe._experts_class()):
+                block_shape = [128, 128] if block else None
+
+                def __init__(self):
+                    pass
+
+            Experts.w1_scale, Experts.w2_scale, Experts.a1_scale, Experts.a2_scale = w1_scale, w2_scale, a1_scale, a2_scale
+            out = torch.zeros(4, 256, dtype=torch.bfloat16, device=DEVICE)
+            Experts().apply(out, a1, gate_up, down, weights, ids, None, 6, mapped, a1_scale, a2_scale, None, None, None, False)
+            return number(out)
+
+        w1, w2 = torch.rand(3, 2, 2, device=DEVICE) + 0.5, torch.rand(3, 2, 1, device=DEVICE) + 0.5
+        x8, x_scale = vivace.quantize_fp8(x, scaling="block")
+        whole = [number(w) * number(s).repeat(128, axis=1).repeat(128, axis=2) for w, s in ((gate_up, w1), (down, w2))]
+        close(self, run(True, w1, w2, x8, x_scale, None), cases.moe(number(x), *whole, local, number(weights)), 0.1)
+        w1, w2 = torch.rand(3, device=DEVICE) + 0.5, torch.rand(3, device=DEVICE) + 0.5
+        scale = torch.full((1,), 0.02, device=DEVICE)
+        x8, _ = vivace.quantize_fp8(x, scaling="tensor", scale=scale)
+        whole = [number(w) * number(s)[:, None, None] for w, s in ((gate_up, w1), (down, w2))]
+        close(self, run(False, w1, w2, x8, scale, torch.full((1,), 4.0, device=DEVICE)), cases.moe(number(x), *whole, local, number(weights)), 0.1)
+
+    def test_router(self):
+        from vivace.plugins.vllm import router
+        gate = types.SimpleNamespace(weight=bf16(8, 64), out_dtype=torch.float32, is_unquantized=True, bias=None, _vivace=True)
+        x = bf16(3, 64)
+        self.assertTrue(router._takes(gate, x))
+        self.assertFalse(router._takes(gate, x.float()))
+        scores = vivace.router_gemm(x, vivace.RouterWeight((gate.weight,), "exact"))
+        close(self, number(scores), number(x) @ number(gate.weight).T, 1e-5)
+        self.assertFalse(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None}), x))  # not asked for
+
     def test_fused_prologue(self):
         tokens, block_size = 3, 16
         cache = torch.zeros(4, HEADS_KV, block_size, 2 * DIM, dtype=torch.bfloat16, device=DEVICE)
@@ -211,7 +252,8 @@ class Pool:
         return self.k, self.v
 
     def set_kv_buffer(self, layer, loc_info, k, v, k_scale, v_scale):
-        self.k[loc_info], self.v[loc_info] = k, v
+        where = getattr(loc_info, "loc", loc_info)
+        self.k[where], self.v[where] = k, v
 
 
 class Sglang(unittest.TestCase):
@@ -230,7 +272,26 @@ class Sglang(unittest.TestCase):
             "StandardTopKOutput": lambda *values: values,
         })
         from vivace.plugins.sglang import attention, moe, router
+        attention.get_parallel = lambda: types.SimpleNamespace(tp_size=1)  # no ranks were started here
+        moe._chosen = lambda: types.SimpleNamespace(value="vivace")
         cls.plugin, cls.moe, cls.router = attention, moe, router
+
+    def test_registration(self):
+        """With SGLang itself: its registries have ours under the flags' names."""
+        if not engines.installed("sglang"):
+            self.skipTest("sglang is not installed")
+        from vivace.plugins import sglang as plugin
+        plugin.register()
+        plugin.register()
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+        from sglang.srt.layers.moe.moe_runner import runner
+        from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+        from sglang.srt.plugins.hook_registry import HookRegistry
+        self.assertIn("vivace", ATTENTION_BACKENDS)
+        self.assertEqual(resolve_moe_runner_backend("vivace").value, "vivace")
+        core = runner._CUSTOM_RUNNER_CORE_FACTORIES["vivace"](self.config())
+        self.assertEqual(core.runner_backend.value, "vivace")
+        self.assertIn("sglang.srt.layers.moe.topk.select_experts", HookRegistry._hooks)
 
     def runner(self, **changes):
         requests, slots = 6, 640
