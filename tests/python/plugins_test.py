@@ -417,6 +417,15 @@ class Sglang(unittest.TestCase):
         out = core.run_from_dispatch(types.SimpleNamespace(hidden_states=x.clone(), topk_output=topk), info, core.config).hidden_states
         close(self, number(out), expected, 0.1)
 
+    def test_experts_without_static_scales_refuse(self):
+        core = self.moe._core_class()(self.config())
+        info = types.SimpleNamespace(w13_weight=bf16(1, 256, 128).to(torch.float8_e4m3fn), w2_weight=bf16(1, 128, 128).to(torch.float8_e4m3fn),
+                                     b13=None, b2=None, w13_scale=torch.ones(1), w2_scale=torch.ones(1), a13_scale=None, a2_scale=None,
+                                     block_shape=None, use_fp8_w8a8=True)
+        topk = types.SimpleNamespace(topk_ids=i32([[0]]), topk_weights=torch.ones(1, 1, device=DEVICE))
+        with self.assertRaisesRegex(NotImplementedError, "dynamic scales are known with blocks"):
+            core.run_from_dispatch(types.SimpleNamespace(hidden_states=bf16(1, 128), topk_output=topk), info, core.config)
+
     def test_experts_refuse(self):
         for changes, words in (({"activation": "gelu"}, "gelu"), ({"gemm1_alpha": 1.7}, "gemm1_alpha"), ({"no_combine": True}, "no_combine")):
             with self.assertRaisesRegex(NotImplementedError, f"{words}.*layer 3"):

@@ -96,6 +96,9 @@ def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: tor
     """The routed experts of a layer. x is quantised here where the weights are fp8 and it is not yet."""
     options: dict[str, Any] = {}
     if gate_up.dtype == torch.float8_e4m3fn:
+        if not block and (x_scale is None or act_scale is None):
+            raise NotImplementedError("vivace: experts in fp8 with one scale a tensor, whose activations have none in the checkpoint; "
+                                      "dynamic scales are known with blocks of 128")
         if x.dtype != torch.float8_e4m3fn:
             x, x_scale = vivace.quantize_fp8(x, scaling="block") if block else vivace.quantize_fp8(x, scaling="tensor", scale=x_scale.view(1))
         scales = expert_scales(gate_up, down, gate_up_scale, down_scale, block)
