@@ -299,10 +299,11 @@ int64_t vivace_decode_schedule_ints(int64_t max_requests, int64_t workers);
 enum { VIVACE_ROUTER_TWO_TERM = 0, VIVACE_ROUTER_EXACT = 1 };
 enum { VIVACE_ROUTER_TERMS = 3 };
 
-/* A router weight as a sum of bf16 terms: terms[0] + terms[1] / 256 + terms[2] / 65536. */
+/* A router weight as a sum of bf16 terms: terms[0] + terms[1] + terms[2]; terms[0] + terms[1] / 256 + terms[2] / 65536 when scaled. */
 typedef struct vivace_router_weight {
   vivace_tensor terms[VIVACE_ROUTER_TERMS]; /* bf16 [experts, hidden] */
   int64_t term_count;
+  int64_t scaled; /* some weight lies in (0, 2^-110) */
   int64_t mode;
   uint64_t version; /* of the weight it was made from */
 } vivace_router_weight;
@@ -327,6 +328,8 @@ typedef struct vivace_router_gemm_args {
   vivace_tensor bias;      /* optional, f32 [experts] */
   vivace_tensor scores;    /* out, [tokens, experts], f32 or bf16 */
   uint64_t current_version; /* of the weight as it is now; another than weight.version is refused */
+  int64_t batch_invariant;  /* a token's bits must not depend on how many tokens there are */
+  int64_t weight_ready;     /* the caller's word: vivace/router_gemm.h */
 } vivace_router_gemm_args;
 vivace_code vivace_router_gemm(const vivace_router_gemm_args* args, const vivace_stream* stream);
 vivace_code vivace_router_gemm_cost(const vivace_router_gemm_args* args, vivace_cost* cost);

@@ -27,8 +27,8 @@ _TABLE = {
     "attention_prefill": f"{_ATTENTION} max_query_tokens:int split_tokens:int",
     "attention_decode": f"{_ATTENTION} schedule! workspace?! {_SCHEDULE_PARAMS} max_query_tokens:int old_keys_ready:int",
     "decode_schedule": f"kv_lengths query_start schedule! {_SCHEDULE_PARAMS}",
-    "router_gemm": ("x weight_terms_0 weight_terms_1? weight_terms_2? weight_term_count:int weight_mode:int weight_version:int "
-                    "bias? scores! current_version:int"),
+    "router_gemm": ("x weight_terms_0 weight_terms_1? weight_terms_2? weight_term_count:int weight_scaled:int weight_mode:int "
+                    "weight_version:int bias? scores! current_version:int batch_invariant:int weight_ready:int"),
     "route_top_k": ("scores correction_bias? expert_ids! expert_weights! zero_weight?! live_tokens? scoring:int renormalise:int "
                     "scale:float groups:int top_groups:int zero_experts:int"),
     "fused_moe": (f"x x_scale? gate_up down gate_up_scale? down_scale? act_scale? {_SHARED} expert_ids expert_weights y! "

@@ -283,11 +283,13 @@ _ROUTER_MODES = {"two_term": 0, "exact": 1}
 
 
 class RouterWeight(NamedTuple):
-    """A router weight as a sum of bf16 terms: terms[0] + terms[1] / 256 + terms[2] / 65536. Made by prepare_router_weight."""
+    """A router weight as a sum of bf16 terms, terms[0] + terms[1] + terms[2], or terms[0] + terms[1] / 256 + terms[2] / 65536 where
+    some are too small for that (scaled). Made by prepare_router_weight."""
 
     terms: tuple[Array, ...]
     mode: str
     version: int = 0
+    scaled: bool = False
 
 
 class _RouterWeightSource(ctypes.Structure):
@@ -296,7 +298,7 @@ class _RouterWeightSource(ctypes.Structure):
 
 
 class _RouterWeight(ctypes.Structure):
-    _fields_ = [("terms", (ctypes.c_char * _arrays.TENSOR_BYTES) * 3), ("term_count", ctypes.c_int64), ("mode", ctypes.c_int64),
+    _fields_ = [("terms", (ctypes.c_char * _arrays.TENSOR_BYTES) * 3), ("term_count", ctypes.c_int64), ("scaled", ctypes.c_int64), ("mode", ctypes.c_int64),
                 ("version", ctypes.c_uint64)]
 
 
@@ -327,16 +329,18 @@ def prepare_router_weight(weight: Array, *, mode: str = "exact", version: int = 
         return RouterWeight((weight,), mode, version)
     planes = ([_arrays.Typed(plane, "bf16") for plane in storage.array] if isinstance(storage, _arrays.Typed)
               else [storage[i] for i in range(storage.shape[0])])
-    return RouterWeight(tuple(planes[:made.term_count]), mode, version)
+    return RouterWeight(tuple(planes[:made.term_count]), mode, version, bool(made.scaled))
 
 
 @_operator
 def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, weight_version: int | None = None,
-                out: Array | None = None, out_dtype: str = "f32") -> Array:
+                batch_invariant: bool = False, weight_ready: bool = False, out: Array | None = None, out_dtype: str = "f32") -> Array:
     """out = x . weight^T + bias: the logits of a mixture-of-experts router, at fp32 accuracy on bf16 tensor cores.
 
     x  [tokens, hidden], f32 or bf16        weight  prepare_router_weight        bias  f32 [experts]        out  [tokens, experts]
     weight_version  of the weight as it is now: another than it was prepared from is refused
+    batch_invariant  a token's bits must not depend on how many tokens there are
+    weight_ready     the caller's word that no kernel still under way writes the terms, which may then load before it ends
     """
     terms = weight.terms
     if not 1 <= len(terms) <= 3:
@@ -344,8 +348,9 @@ def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, we
     if out is None:
         out = empty(x, (x.shape[0], terms[0].shape[0]), out_dtype)
     version = weight.version if weight_version is None else weight_version
-    return (x, *terms, *((None,) * (3 - len(terms))), len(terms), _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES),
-            weight.version, bias, out, version), out
+    return (x, *terms, *((None,) * (3 - len(terms))), len(terms), int(weight.scaled),
+            _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES), weight.version, bias, out, version, int(batch_invariant),
+            int(weight_ready)), out
 
 
 _SCORING = {"softmax": 0, "softmax_chosen": 1, "sigmoid": 2}

@@ -364,6 +364,7 @@ vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* sour
                          weight->terms[i] = c_api::written(made.terms[i], 0);
                        }
                        weight->term_count = made.term_count;
+                       weight->scaled = made.scaled;
                        weight->mode = static_cast<int64_t>(made.mode);
                        weight->version = made.version;
                        return {};

@@ -239,7 +239,10 @@ RouterGemmArgs read(Reader& reader, const vivace_router_gemm_args& from) {
   RouterGemmArgs args{.x = reader.tensor("x", from.x),
                       .weight_version = from.current_version,
                       .bias = reader.tensor("bias", from.bias),
-                      .scores = reader.tensor("scores", from.scores)};
+                      .scores = reader.tensor("scores", from.scores),
+                      .batch_invariant = from.batch_invariant != 0,
+                      .weight_ready = from.weight_ready != 0};
+  args.weight.scaled = from.weight.scaled != 0;
   args.weight.term_count = static_cast<int>(
       reader.number("weight.term_count", from.weight.term_count, 1, RouterWeight::kMaxTerms));
   args.weight.mode = reader.one_of("weight.mode", from.weight.mode, RouterMode::exact);

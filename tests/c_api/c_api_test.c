@@ -318,6 +318,12 @@ static void test_router(void) {
   args.scores = TENSOR(scores, VIVACE_F32, 1, 2);
   CHECK(vivace_router_gemm(&args, NULL) == VIVACE_OK);
   CHECK(fabsf(scores[0] - 21) < 1e-5f && fabsf(scores[1] + 29.9f) < 1e-5f);
+  args.batch_invariant = args.weight_ready = 1;
+  CHECK(vivace_router_gemm(&args, NULL) == VIVACE_OK);
+  CHECK(args.weight.scaled == 0);
+  weight[0] = 1e-36f; /* its terms would fall below the subnormals of bf16 */
+  CHECK(vivace_prepare_router_weight(&source, &args.weight) == VIVACE_OK && args.weight.scaled == 1);
+  CHECK(vivace_router_gemm(&args, NULL) == VIVACE_OK && fabsf(scores[0] - 20) < 1e-5f);
   args.current_version = 6;
   CHECK_FAILS(vivace_router_gemm(&args, NULL), VIVACE_INVALID_ARGUMENT, "version");
   args.weight.term_count = 4;
