@@ -41,6 +41,11 @@ inline constexpr RouterGemmCase kRouterGemmTestCases[] = {
      DType::bf16},
     {"a prompt, three terms, strided rows", 515, 130, 200, DType::bf16, DType::f32, RouterMode::exact, false,
      DType::f32, 264},
+    {"Hy3, one token", 1, 192, 4096},
+    {"Hy3, 48 tokens", 48, 192, 4096, DType::bf16, DType::bf16},
+    {"a lone token, wide tile", 1, 2200, 64, DType::bf16, DType::bf16},
+    {"one expert, many tokens", 600, 1, 64, DType::bf16, DType::bf16},
+    {"a prompt, 192 columns a tile", 2200, 200, 1096, DType::bf16, DType::bf16},
     {"long rows", 3, 9, 8200},
     {"long rows, f32", 3, 9, 8200, DType::f32},
 };

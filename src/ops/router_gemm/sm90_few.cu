@@ -93,6 +93,7 @@ __global__ __launch_bounds__(kThreads, 2) void few_tokens_kernel(const __grid_co
     device::publish_barriers();
     if (rank == 0) device::arrive_and_expect(&all_received, sizeof(received));
   }
+  __syncwarp();  // a cluster's barrier wants whole warps
   device::cluster_arrive_without_fence();
   if (!p.weight_ready) device::wait_for_previous_kernel();
   Operands<kTerms> even, odd;  // two rounds of all warps are under way

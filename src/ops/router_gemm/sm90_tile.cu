@@ -108,8 +108,8 @@ __global__ __launch_bounds__(
         load_x(step, at.stage);
       }
     }
-    device::let_next_kernel_start();
     __syncwarp();
+    device::let_next_kernel_start();
     if (ctas > 1) device::cluster_arrive();
     return;
   }
@@ -118,7 +118,7 @@ __global__ __launch_bounds__(
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
   float sums[kColumns / 2] = {}, products[kColumns / 2];
   // Two groups take turns, so that one multiplies while the other adds; left alone they do either at the same time.
-  if (kGroups == 2 && group == 1) device::arrive_named_barrier(kTurn, T::kConsumers);
+  if (kGroups == 2 && group == 1 && count > 0) device::arrive_named_barrier(kTurn, T::kConsumers);
   device::RingPosition<T::kStages> at;
   for (int step = 0; step < count; ++step, at.next()) {
     const uint8_t* stage = smem + at.stage * T::kStageBytes;
@@ -178,6 +178,7 @@ __global__ __launch_bounds__(
     for (int c = 0; c < 4; ++c)
       if (column0 + column + c < p.experts) store_score(p, row0 + row, column0 + column + c, part[0].v[c]);
   }
+  __syncwarp();                             // a cluster's barrier wants whole warps
   if (ctas > 1) device::cluster_barrier();  // nobody reads this CTA's sums any more
 }
 
@@ -185,7 +186,7 @@ __global__ __launch_bounds__(
 Status make_map(const void* data, int64_t rows, int64_t hidden, int64_t stride, int box_rows,
                 CUtensorMap& map) {
   const auto row_stride =
-      static_cast<uint64_t>(rows > 1 ? stride * 2 : 16);  // that of a single row may be anything
+      static_cast<uint64_t>(2 * (rows > 1 ? stride : hidden));  // a single row's may be anything
   return device::make_tensor_map(
       {.data = data,
        .extent = {static_cast<uint64_t>(2 * hidden), static_cast<uint64_t>(rows), 1, 1, 1},
