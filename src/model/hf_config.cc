@@ -151,6 +151,19 @@ Status read_rope(const std::string& place, JsonFields& fields, const ClassDefaul
   const char* name = fields.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
   const json* object = fields.find(name);
   if (object == nullptr) return fields.status();
+  if (name == std::string_view("rope_parameters")) {  // what stands beside it must say the same
+    const json* scaling = fields.find("rope_scaling");
+    if (scaling != nullptr && *scaling != *object) {
+      return invalid_argument(
+          "{}: rope_scaling is {} and rope_parameters {}, needs one of them, or both alike", place,
+          excerpt(*scaling), excerpt(*object));
+    }
+    if (fields.has("rope_theta") && object->is_object() && object->contains("rope_theta") &&
+        (*object)["rope_theta"] != *fields.find("rope_theta")) {
+      return invalid_argument("{}: rope_theta is {} and rope_parameters.rope_theta {}, needs both alike",
+                              place, excerpt(*fields.find("rope_theta")), excerpt((*object)["rope_theta"]));
+    }
+  }
   if (!object->is_object())
     return invalid_argument("{}: {} is {}, needs an object", place, name, excerpt(*object));
   for (const auto& [key, value] : object->items())

@@ -162,6 +162,14 @@ TEST(HfConfig, RopeOfBothTransformersVersions) {
 
   expect_refused(with(llama(), "rope_scaling", {{"rope_type", "yarn"}, {"factor", 2}}),
                  "rope_scaling.rope_type is 'yarn'", Code::unsupported);
+  // Both in one file: what one of them says must not be lost.
+  const json yarn = {{"rope_type", "yarn"}, {"factor", 4}},
+             plain = {{"rope_theta", 7}, {"rope_type", "default"}};
+  expect_refused(with(with(llama(), "rope_parameters", plain), "rope_scaling", yarn),
+                 "needs one of them, or both alike");
+  expect_refused(with(with(llama(), "rope_parameters", plain), "rope_theta", 8),
+                 "rope_theta is 8 and rope_parameters.rope_theta 7");
+  EXPECT_EQ(parsed(with(with(llama(), "rope_parameters", plain), "rope_theta", 7)).rope_theta, 7);
   expect_refused(with(llama(), "rope_parameters", {{"full_attention", {{"rope_theta", 7}}}}),
                  "rope_parameters.full_attention is an object", Code::unsupported);
   expect_refused(with(llama(), "rope_scaling", {{"rope_type", "linear"}}), "factor is missing");
