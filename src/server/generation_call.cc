@@ -40,6 +40,7 @@ std::string_view prefix_of(ApiKind kind) {
 GenerationCall::GenerationCall(CallContext& context, ApiKind kind, HttpRequest request,
                                std::string request_id, Wake wake)
     : context_(context),
+      engine_(context.engine),
       kind_(kind),
       request_(std::move(request)),
       request_id_(std::move(request_id)),
@@ -75,10 +76,10 @@ std::optional<ApiError> GenerationCall::submit_all() {
     const std::lock_guard lock(mutex_);
     if (detached_ || error_) return std::nullopt;
   }
-  const int64_t max_model_len = context_.engine.max_model_len();
+  const int64_t max_model_len = engine_.max_model_len();
   auto parsed = parse_request(
       kind_, request_.body,
-      {.model = context_.model.name, .vocab = context_.engine.vocab(), .max_model_len = max_model_len});
+      {.model = context_.model.name, .vocab = engine_.vocab(), .max_model_len = max_model_len});
   request_.body = {};
   request_.body_share.reset();
   if (auto* error = std::get_if<ApiError>(&parsed)) return std::move(*error);
@@ -104,7 +105,7 @@ std::optional<ApiError> GenerationCall::submit_all() {
   }
   for (const PromptTokens& prompt : prompts) context_.metrics.prompt_tokens += std::ssize(prompt.ids);
   for (int64_t i = 0; i < count; ++i) {
-    const Result<RequestId> id = context_.engine.submit(
+    const Result<RequestId> id = engine_.submit(
         engine_request(request, prompts, i, max_model_len),
         [self = shared_from_this(), i](const TokenEvent& token) { self->on_token(i, token); });
     if (!id.ok()) return error_of(id.status(), kind_);
@@ -114,7 +115,7 @@ std::optional<ApiError> GenerationCall::submit_all() {
       continue;
     }
     lock.unlock();
-    context_.engine.cancel(*id);
+    engine_.cancel(*id);
     return std::nullopt;
   }
   return std::nullopt;
@@ -148,7 +149,7 @@ void GenerationCall::fail(ApiError error) {
     ids.swap(ids_);
     wake_locked();
   }
-  for (const RequestId id : ids) context_.engine.cancel(id);  // without the lock, which sinks take
+  for (const RequestId id : ids) engine_.cancel(id);  // without the lock, which sinks take
 }
 
 /// On the engine's thread.
@@ -181,7 +182,7 @@ void GenerationCall::on_token(int64_t index, const TokenEvent& token) {
     std::vector<RequestId> ids = std::exchange(ids_, {});
     wake_locked();
     lock.unlock();
-    for (const RequestId id : ids) context_.engine.cancel(id);
+    for (const RequestId id : ids) engine_.cancel(id);
     return;
   }
   queue_.push_back({index, token});
@@ -302,7 +303,7 @@ void GenerationCall::detach(End end) {
     queue_.clear();
   }
   if (unfinished)
-    for (const RequestId id : ids) context_.engine.cancel(id);
+    for (const RequestId id : ids) engine_.cancel(id);
   --context_.metrics.in_flight;
   log_end(end);
 }

@@ -65,6 +65,8 @@ class GenerationCall final : public Call, public std::enable_shared_from_this<Ge
   void log_end(End end);
 
   CallContext& context_;
+  /// Which outlives the context: what the engine's thread cancels, it may cancel when the call is detached and all else gone.
+  Engine& engine_;
   const ApiKind kind_;
   HttpRequest request_;
   const std::string request_id_;
