@@ -58,6 +58,11 @@ void GenerationCall::prepare() {
   std::optional<ApiError> error;
   try {
     error = submit_all();
+    if (!error) {
+      const std::lock_guard lock(mutex_);
+      accepted_ = true;
+      wake_locked();
+    }
   } catch (...) {
     try {
       error = error_of(status_of_exception("server"), kind_);
@@ -65,10 +70,7 @@ void GenerationCall::prepare() {
       error = ApiError{.status = 500};
     }
   }
-  if (error) return fail(*std::move(error));
-  const std::lock_guard lock(mutex_);
-  accepted_ = true;
-  wake_locked();
+  if (error) fail(*std::move(error));
 }
 
 std::optional<ApiError> GenerationCall::submit_all() {
@@ -152,16 +154,23 @@ void GenerationCall::fail(ApiError error) {
   for (const RequestId id : ids) engine_.cancel(id);  // without the lock, which sinks take
 }
 
-/// On the engine's thread.
+/// On the engine's thread, which would cancel the request if this threw, and say nothing if that was the last token.
 void GenerationCall::on_token(int64_t index, const TokenEvent& token) {
+  try {
+    take_token(index, token);
+  } catch (const std::exception&) {
+    fail({.status = 500, .message = "memory is exhausted", .param = {}, .code = "engine_error"});
+  }
+}
+
+void GenerationCall::take_token(int64_t index, const TokenEvent& token) {
   std::unique_lock lock(mutex_);
   if (detached_ || error_ || overflow_) return;
   if (token.finish == FinishReason::error || token.finish == FinishReason::cancelled) {
     lock.unlock();
-    const Status status = token.finish == FinishReason::error
-                              ? token.error
-                              : Status(Code::cancelled, "engine: the request was cancelled");
-    return fail(error_of(status.ok() ? Status(Code::internal, "engine: the request failed") : status, kind_));
+    // Nobody here asked for a cancellation: then one of the three above would hold.
+    const bool known = token.finish == FinishReason::error && !token.error.ok();
+    return fail(error_of(known ? token.error : Status(Code::internal, "engine: the request failed"), kind_));
   }
   measure(index, token);
   Choice& choice = choices_[static_cast<size_t>(index)];
@@ -231,7 +240,9 @@ void GenerationCall::finish_body() {
 }
 
 void GenerationCall::wake_locked() {
-  if (std::exchange(waiting_, false) && wake_) wake_();
+  if (!waiting_ || !wake_) return;
+  wake_();
+  waiting_ = false;  // only now: a wake that fails shall be tried again
 }
 
 CallStep GenerationCall::reply_locked() {

@@ -57,6 +57,7 @@ class GenerationCall final : public Call, public std::enable_shared_from_this<Ge
   std::optional<ApiError> submit_all();
   void make_writer(const ApiRequest& request, const std::vector<PromptTokens>& prompts);
   void on_token(int64_t index, const TokenEvent& token);
+  void take_token(int64_t index, const TokenEvent& token);
   void measure(int64_t index, const TokenEvent& token);
   void keep(int64_t index, const TokenEvent& token);
   void finish_body();

@@ -155,5 +155,32 @@ TEST(GenerationCall, WhatTheEngineCancelsItAlsoCancelsWhenTheServerIsGone) {
   }
 }
 
+TEST(GenerationCall, CancellationsThatNobodyAskedForAreErrorsOfTheEngine) {
+  Bench bench;
+  bench.begin_stream(1);
+  bench.engine.deliver(0, {.finish = FinishReason::cancelled});
+  const CallStep step = bench.step();
+  EXPECT_TRUE(step.last);
+  EXPECT_NE(step.payload.find("engine_error"), std::string::npos) << step.payload;
+}
+
+// The connection asked, and sleeps until it is woken.
+TEST(GenerationCall, TokensThatFindNoMemoryEndTheRequestWithAnError) {
+  for (const FinishReason finish : {FinishReason::none, FinishReason::length}) {
+    SCOPED_TRACE(name_of(finish));
+    Bench bench;
+    bench.begin_stream(2);
+    EXPECT_EQ(bench.call->next().kind, CallStep::wait);
+    bench.failing_wakes = 1;
+    bench.engine.deliver(0, token_at(0ms, finish));
+    EXPECT_EQ(bench.wakes, 1);
+    EXPECT_EQ(bench.step().kind, CallStep::event) << "the token is there";
+    const CallStep step = bench.step();
+    EXPECT_TRUE(step.last);
+    EXPECT_NE(step.payload.find("engine_error"), std::string::npos) << step.payload;
+    EXPECT_EQ(bench.engine.cancelled, (std::vector<RequestId>{0, 1}));
+  }
+}
+
 }  // namespace
 }  // namespace vivace::server
