@@ -105,7 +105,6 @@ std::optional<ApiError> GenerationCall::submit_all() {
     times_.resize(static_cast<size_t>(count));
     open_choices_ = count;
   }
-  for (const PromptTokens& prompt : prompts) context_.metrics.prompt_tokens += std::ssize(prompt.ids);
   for (int64_t i = 0; i < count; ++i) {
     const Result<RequestId> id = engine_.submit(
         engine_request(request, prompts, i, max_model_len),
@@ -120,6 +119,7 @@ std::optional<ApiError> GenerationCall::submit_all() {
     engine_.cancel(*id);
     return std::nullopt;
   }
+  for (const PromptTokens& prompt : prompts) context_.metrics.prompt_tokens += std::ssize(prompt.ids);
   return std::nullopt;
 }
 
@@ -260,7 +260,7 @@ CallStep GenerationCall::reply_locked() {
 CallStep GenerationCall::next() {
   std::unique_lock lock(mutex_);
   if (!begun_) {
-    if (error_ || body_ready_) return reply_locked();
+    if (error_ || (body_ready_ && accepted_)) return reply_locked();
     if (!stream_ || !accepted_) {
       waiting_ = true;
       return {};

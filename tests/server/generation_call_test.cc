@@ -182,5 +182,17 @@ TEST(GenerationCall, TokensThatFindNoMemoryEndTheRequestWithAnError) {
   }
 }
 
+TEST(GenerationCall, PromptsThatTheEngineRefusesAreNotCounted) {
+  Bench bench;
+  bench.engine.room = 1;
+  bench.ask(R"({"prompt":[[5,6,7],[5]],"max_tokens":9})");
+  EXPECT_EQ(bench.step().response.status, 429);
+  EXPECT_EQ(bench.metrics.prompt_tokens, 0);
+  bench.engine.room = 9;
+  bench.ask(R"({"prompt":[[5,6,7],[5]],"n":2,"max_tokens":9,"stream":true})");
+  EXPECT_EQ(bench.step().kind, CallStep::begin);
+  EXPECT_EQ(bench.metrics.prompt_tokens, 4);
+}
+
 }  // namespace
 }  // namespace vivace::server
