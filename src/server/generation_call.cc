@@ -97,6 +97,7 @@ std::optional<ApiError> GenerationCall::submit_all() {
     if (detached_ || error_) return std::nullopt;
     stream_ = request.stream;
     include_usage_ = request.include_usage;
+    n_ = request.n;
     keep_tokens_ = request.logprobs || kind_ == ApiKind::generate;
     choices_.resize(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i)  // for the log of a request that does not come to its end
@@ -174,9 +175,9 @@ void GenerationCall::take_token(int64_t index, const TokenEvent& token) {
   }
   measure(index, token);
   Choice& choice = choices_[static_cast<size_t>(index)];
+  choice.usage = token.usage;
   if (token.finish != FinishReason::none) {
     choice.finish = token.finish;
-    choice.usage = token.usage;
     --open_choices_;
   }
   if (!stream_) {
@@ -339,24 +340,25 @@ void GenerationCall::log_end(End end) {
                                  {"end", kEnds[static_cast<size_t>(end)]},
                                  {"stream", stream_},
                                  {"duration_ms", log_ms(seconds)}};
-  int64_t prompt = 0, completion = 0, cached = 0, tokens = 0;
-  std::optional<Clock::time_point> first;
-  for (size_t i = 0; i < choices_.size(); ++i) {
-    prompt += choices_[i].usage.prompt_tokens;
-    cached += choices_[i].usage.cached_tokens;
-    completion += times_[i].tokens;
-    if (times_[i].tokens > 0 && (!first || times_[i].first < *first)) first = times_[i].first;
-    tokens = std::max(tokens, times_[i].tokens);
-  }
   if (!choices_.empty()) {
+    int64_t prompt = 0, completion = 0, cached = 0;
+    std::optional<Clock::time_point> first;
+    for (size_t i = 0; i < choices_.size(); ++i) {
+      completion += times_[i].tokens;
+      if (times_[i].tokens > 0 && (!first || times_[i].first < *first)) first = times_[i].first;
+      if (i % static_cast<size_t>(n_) != 0) continue;  // as in the usage that the client gets
+      prompt += choices_[i].usage.prompt_tokens;
+      cached += choices_[i].usage.cached_tokens;
+    }
+    const Times& longest = std::ranges::max(times_, {}, &Times::tokens);
     line.update({{"choices", choices_.size()},
                  {"prompt_tokens", prompt},
                  {"cached_tokens", cached},
                  {"completion_tokens", completion}});
     if (first) line["ttft_ms"] = log_ms(seconds_between(request_.received, *first));
-    if (tokens > 1)
-      line["tpot_ms"] = log_ms(seconds_between(times_[0].first, times_[0].last) /
-                               static_cast<double>(std::max<int64_t>(1, times_[0].tokens - 1)));
+    if (longest.tokens > 1)
+      line["tpot_ms"] =
+          log_ms(seconds_between(longest.first, longest.last) / static_cast<double>(longest.tokens - 1));
     if (choices_.size() == 1) line["finish"] = name_of(choices_[0].finish);
   }
   if (error_) line["error"] = error_->message;

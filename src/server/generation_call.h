@@ -81,6 +81,7 @@ class GenerationCall final : public Call, public std::enable_shared_from_this<Ge
   std::vector<RequestId> ids_;
   std::vector<Choice> choices_;  ///< of a stream: only their usage
   std::vector<Times> times_;
+  int64_t n_ = 1;  ///< choices of a prompt
   int64_t open_choices_ = 0;
   std::deque<Queued> queue_;
   int64_t queued_bytes_ = 0;

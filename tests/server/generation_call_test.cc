@@ -194,5 +194,26 @@ TEST(GenerationCall, PromptsThatTheEngineRefusesAreNotCounted) {
   EXPECT_EQ(bench.metrics.prompt_tokens, 4);
 }
 
+TEST(GenerationCall, TheLogCountsPromptsOnceAndTheLongestAnswersGaps) {
+  Bench bench;
+  bench.begin_stream(2);
+  const auto deliver = [&](RequestId id, std::chrono::milliseconds time) {
+    TokenEvent event = token_at(time);
+    event.usage = {.prompt_tokens = 3, .completion_tokens = 1, .cached_tokens = 2};
+    bench.engine.deliver(id, event);
+  };
+  deliver(0, 0ms);
+  deliver(1, 1ms);
+  deliver(1, 11ms);
+  deliver(1, 21ms);
+  bench.call->detach(Call::End::client_gone);
+  const Json line = bench.logged();
+  EXPECT_EQ(line["end"], "client_gone") << line;
+  EXPECT_EQ(line["prompt_tokens"], 3);
+  EXPECT_EQ(line["cached_tokens"], 2) << "though no answer came to its end";
+  EXPECT_EQ(line["completion_tokens"], 4);
+  EXPECT_EQ(line["tpot_ms"], 10);
+}
+
 }  // namespace
 }  // namespace vivace::server
