@@ -55,6 +55,7 @@ struct ApiLimits {
   std::string model;  ///< its name; a request that names another is 404
   int64_t vocab = 0;
   int64_t max_model_len = std::numeric_limits<int64_t>::max();  ///< longer lists of ids are not even copied
+  int64_t max_choices = kMaxChoices;                            ///< fewer: what the engine can ever hold
 };
 
 /// Reads a body. Unknown fields are ignored and null counts as absent; a field that is known and cannot be honoured is

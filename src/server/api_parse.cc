@@ -243,10 +243,11 @@ void read_prompts(Fields& fields, std::string_view name, ApiRequest& out, const 
   }
 }
 
-void check_choices(Fields& fields, const ApiRequest& out) {
-  if (fields.ok() && out.choices() > kMaxChoices)
-    fields.fail("n", fmt::format("n is {} for {} prompts, needs at most {} answers in all", out.n,
-                                 out.prompts.size(), kMaxChoices));
+void check_choices(Fields& fields, const ApiRequest& out, int64_t max_choices) {
+  if (!fields.ok() || out.choices() <= max_choices) return;
+  const char* const why = max_choices < kMaxChoices ? ", what --max-batch and --max-queue hold together" : "";
+  fields.fail("n", fmt::format("n is {} for {} prompt{}, needs at most {} answers in all{}", out.n,
+                               out.choices() / out.n, out.choices() == out.n ? "" : "s", max_choices, why));
 }
 
 /// The number of alternatives whose log-probabilities are wanted.
@@ -461,7 +462,7 @@ std::variant<ApiRequest, ApiError> parse_request(ApiKind kind, std::string_view 
       read_generate(fields, out, limits);
       break;
   }
-  check_choices(fields, out);
+  check_choices(fields, out, limits.max_choices);
   if (fields.ok()) out.request.cache_salt = fields.text("cache_salt", engine::kMaxSaltBytes);
   if (!fields.ok()) return fields.error();
   return out;

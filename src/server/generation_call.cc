@@ -79,9 +79,13 @@ std::optional<ApiError> GenerationCall::submit_all() {
     if (detached_ || error_) return std::nullopt;
   }
   const int64_t max_model_len = engine_.max_model_len();
+  const EngineOptions& options = engine_.options();
   auto parsed = parse_request(
       kind_, request_.body,
-      {.model = context_.model.name, .vocab = engine_.vocab(), .max_model_len = max_model_len});
+      {.model = context_.model.name,
+       .vocab = engine_.vocab(),
+       .max_model_len = max_model_len,
+       .max_choices = std::min(kMaxChoices, options.max_batch + std::min(kMaxChoices, options.max_waiting))});
   request_.body = {};
   request_.body_share.reset();
   if (auto* error = std::get_if<ApiError>(&parsed)) return std::move(*error);
@@ -107,9 +111,9 @@ std::optional<ApiError> GenerationCall::submit_all() {
     open_choices_ = count;
   }
   for (int64_t i = 0; i < count; ++i) {
-    const Result<RequestId> id = engine_.submit(
-        engine_request(request, prompts, i, max_model_len),
-        [self = shared_from_this(), i](const TokenEvent& token) { self->on_token(i, token); });
+    const Result<RequestId> id =
+        engine_.submit(engine_request(request, prompts, i, max_model_len),
+                       [self = shared_from_this(), i](const TokenEvent& token) { self->on_token(i, token); });
     if (!id.ok()) return error_of(id.status(), kind_);
     std::unique_lock lock(mutex_);
     if (!detached_ && !error_) {

@@ -694,12 +694,18 @@ TEST(Server, FullQueueIs429) {
 
 TEST(Server, SeveralAnswersFitTheQueueTogetherOrNotAtAll) {
   RigOptions options;
+  options.engine.max_batch = 16;
   options.engine.max_waiting = 4;
   Rig rig(std::move(options));
   rig.hold(true);
   Client client(rig.port());
-  client.send(Client::post(kCompletions, Json({{"prompt", {5}}, {"n", 100}, {"max_tokens", 3}}).dump()));
-  EXPECT_EQ(client.head().status, 429);
+  client.send(Client::post(kCompletions, Json({{"prompt", {5}}, {"n", 20}, {"max_tokens", 3}}).dump()));
+  EXPECT_EQ(client.read().status, 429) << "later there may be room";
+  const Reply never = rig.post(kCompletions, {{"prompt", {5}}, {"n", 21}, {"max_tokens", 3}});
+  EXPECT_EQ(never.status, 400);
+  EXPECT_EQ(error_in(never)["param"], "n");
+  EXPECT_EQ(error_in(never)["message"],
+            "n is 21 for 1 prompt, needs at most 20 answers in all, what --max-batch and --max-queue hold together");
   rig.hold(false);
   EXPECT_TRUE(rig.eventually([&] { return rig.idle(); }));
 }
