@@ -31,7 +31,7 @@ using asio::ip::tcp;
 using boost::system::error_code;
 
 constexpr size_t kReadBytes = 4096, kBodyReadBytes = size_t{64} << 10;
-/// Of requests that a client sends before its answer; what is beyond waits in the kernel.
+/// Of requests that a client sends before its answer; more ends the connection.
 constexpr size_t kPipelinedBytes = size_t{64} << 10;
 constexpr Milliseconds kSweep{50};      ///< how often deadlines are looked at
 constexpr Milliseconds kLinger{2'000};  ///< for the client to read an answer that ends the connection
@@ -197,7 +197,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
  private:
   const HttpOptions& options() const { return server_.options_; }
-  /// Reads unless a read is under way or enough is there that nobody wants yet.
+  /// Reads unless a read is under way; closes when too much is there that nobody wants yet.
   void read();
   void on_read(const error_code& ec, size_t bytes);
   void on_end(const error_code& ec);
@@ -269,7 +269,11 @@ void Connection::start() {
 void Connection::read() {
   if (reading_ || closed_) return;
   const bool busy = call_ != nullptr || writing_;
-  if (busy && buffer_.size() >= kPipelinedBytes) return;
+  if (busy && buffer_.size() >= kPipelinedBytes) {
+    // Who reads no more does not notice either that the client goes, and would answer for nobody.
+    if (call_) close(Call::End::client_gone);
+    return;
+  }
   reading_ = true;
   // Not into buffer_: it may be parsed while the read is under way.
   const size_t bytes = header_done_ && !busy ? kBodyReadBytes : kReadBytes;

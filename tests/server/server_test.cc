@@ -705,7 +705,8 @@ TEST(Server, SeveralAnswersFitTheQueueTogetherOrNotAtAll) {
   EXPECT_EQ(never.status, 400);
   EXPECT_EQ(error_in(never)["param"], "n");
   EXPECT_EQ(error_in(never)["message"],
-            "n is 21 for 1 prompt, needs at most 20 answers in all, what --max-batch and --max-queue hold together");
+            "n is 21 for 1 prompt, needs at most 20 answers in all, what --max-batch and --max-queue hold "
+            "together");
   rig.hold(false);
   EXPECT_TRUE(rig.eventually([&] { return rig.idle(); }));
 }
@@ -870,6 +871,25 @@ TEST(Server, KeepAliveAndPipelining) {
   EXPECT_EQ(reply.status, 200);
   EXPECT_TRUE(reply.header("transfer-encoding").empty());
   EXPECT_TRUE(reply.body.ends_with("data: [DONE]\n\n")) << reply.body;
+}
+
+// A connection that reads no more would not notice that its client goes.
+TEST(Server, TooMuchPipeliningEndsTheConnection) {
+  Rig rig;
+  rig.hold(true);
+  Client client(rig.port());
+  client.send(
+      Client::post(kCompletions, Json({{"prompt", {5}}, {"max_tokens", 4000}, {"ignore_eos", true}}).dump()));
+  EXPECT_TRUE(
+      rig.eventually([&] { return rig.engine().stats().running + rig.engine().stats().waiting == 1; }));
+  client.send(std::string(60 << 10, ' '));
+  std::this_thread::sleep_for(100ms);
+  EXPECT_EQ(rig.server().http_stats().open, 1) << "so much may wait";
+  client.send(std::string(60 << 10, ' '));
+  EXPECT_TRUE(rig.eventually([&] { return rig.server().http_stats().open == 0; }));
+  rig.hold(false);
+  EXPECT_TRUE(rig.eventually([&] { return rig.engine().stats().cancelled == 1; }));
+  EXPECT_TRUE(rig.eventually([&] { return rig.idle(); }));
 }
 
 TEST(Server, ClientsThatWaitForTheGoAhead) {
