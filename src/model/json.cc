@@ -13,11 +13,11 @@ namespace {
 using nlohmann::json;
 
 constexpr int kMaxDepth = 64;
-constexpr size_t kLongestKey = 80;  // in messages
+constexpr size_t kLongestKey = 80, kLongestPath = 200;  // in messages
 
-/// A list or an object has too many elements.
-struct TooMany : std::length_error {
-  using std::length_error::length_error;
+struct TooMany : std::exception {
+  explicit TooMany(TooManyElements where) : where(std::move(where)) {}
+  TooManyElements where;
 };
 
 // Watches a parse: the parser itself keeps the last of two equal keys, any depth and any number of elements.
@@ -31,7 +31,7 @@ class Guard {
       case json::parse_event_t::array_start:
         if (depth >= kMaxDepth)
           throw std::length_error(fmt::format("is nested deeper than {} levels", kMaxDepth));
-        count_in_list();
+        count_in_list(false);
         open_.push_back({.list = event == json::parse_event_t::array_start});
         break;
       case json::parse_event_t::object_end:
@@ -43,11 +43,11 @@ class Guard {
         const auto [key, is_new] = object.keys.insert(parsed.get_ref<const std::string&>());
         if (!is_new) throw std::length_error(fmt::format("has the key '{}' twice", shortened(*key)));
         object.key = &*key;
-        count(object);
+        count(object, false);
         break;
       }
       case json::parse_event_t::value:
-        count_in_list();
+        count_in_list(parsed.is_number());
         break;
     }
     return true;
@@ -64,14 +64,18 @@ class Guard {
   static std::string shortened(const std::string& key) {
     return key.size() > kLongestKey ? key.substr(0, kLongestKey) + "..." : key;
   }
-  void count_in_list() {
-    if (!open_.empty() && open_.back().list) count(open_.back());
+  void count_in_list(bool number) {
+    if (!open_.empty() && open_.back().list) count(open_.back(), number);
   }
-  void count(Open& container) {
+  void count(Open& container, bool number) {
     if (++container.elements <= max_elements_) return;
-    throw TooMany(fmt::format("{}has more than {} elements, which is the limit", path(), max_elements_));
+    const std::string* field = open_.size() > 1 ? open_.front().key : nullptr;
+    throw TooMany({.path = path(),
+                   .field = field != nullptr ? shortened(*field) : std::string(),
+                   .list = container.list,
+                   .number = number});
   }
-  /// "prompt[3] " of the innermost that is open; empty for the whole.
+  /// "prompt[3]" of the innermost that is open; empty for the whole.
   std::string path() const {
     std::string path;
     for (size_t i = 0; i + 1 < open_.size(); ++i) {
@@ -80,7 +84,7 @@ class Guard {
       else
         path += (path.empty() ? "" : ".") + shortened(*open_[i].key);
     }
-    return path.empty() ? path : path + " ";
+    return path.size() <= kLongestPath ? path : "..." + path.substr(path.size() - kLongestPath);
   }
 
   const int64_t max_elements_;
@@ -89,7 +93,8 @@ class Guard {
 
 }  // namespace
 
-Result<json> parse_json_object(std::string_view place, std::string_view text, int64_t max_elements) {
+Result<json> parse_json_object(std::string_view place, std::string_view text, int64_t max_elements,
+                               TooManyElements* too_many) {
   try {
     // The parser copies its callback, which is why the guard is referred to.
     Guard guard(max_elements);
@@ -103,7 +108,9 @@ Result<json> parse_json_object(std::string_view place, std::string_view text, in
     // The library's text quotes the input; a long or binary quotation helps nobody.
     return invalid_argument("{}: is not valid JSON: {}", place, std::string_view(e.what()).substr(0, 200));
   } catch (const TooMany& e) {
-    return error(Code::resource_exhausted, "{}: {}", place, e.what());
+    if (too_many != nullptr) *too_many = e.where;
+    return error(Code::resource_exhausted, "{}: {}{}has more than {} elements, which is the limit", place,
+                 e.where.path, e.where.path.empty() ? "" : " ", max_elements);
   } catch (const std::length_error& e) {
     return invalid_argument("{}: {}", place, e.what());
   }

@@ -11,12 +11,20 @@
 
 namespace vivace::model {
 
+/// The list or object of a text that has too many elements.
+struct TooManyElements {
+  std::string path;                   ///< "prompt[3]"; of a long one the end; empty: the whole text
+  std::string field;                  ///< the field of the whole that it is or is in: "prompt"
+  bool list = false, number = false;  ///< it is a list; the element that is one too many is a number
+};
+
 /// Parses `text`, which must be one JSON object. `place` ("config.json") starts every message.
 /// Refused: malformed text, invalid UTF-8, more than 64 levels, a key that occurs twice in one object. A list or an object
 /// with more than `max_elements` is resource_exhausted as soon as there is one too many, before memory holds the rest; the
-/// message names it ("config.json: prompt[3] has ...").
+/// message names it ("config.json: prompt[3] has ..."), and `too_many`, when it is given, says more.
 Result<nlohmann::json> parse_json_object(std::string_view place, std::string_view text,
-                                         int64_t max_elements = INT64_MAX);
+                                         int64_t max_elements = INT64_MAX,
+                                         TooManyElements* too_many = nullptr);
 
 /// Typed reads of one object's fields. The first failure is kept and later reads return their defaults, so
 /// that a reader lists its fields and asks for status() once. A field whose value is null counts as absent.

@@ -58,7 +58,7 @@ struct ApiLimits {
   int64_t max_choices = kMaxChoices;                            ///< fewer: what the engine can ever hold
 };
 
-/// Reads a body. Unknown fields are ignored and null counts as absent; a field that is known and cannot be honoured is
+/// Reads a body. Unknown fields are ignored unless they are too long, and null counts as absent; a field that is known and cannot be honoured is
 /// an error that names it, its value and what fits.
 std::variant<ApiRequest, ApiError> parse_request(ApiKind kind, std::string_view body,
                                                  const ApiLimits& limits);

@@ -422,31 +422,31 @@ void read_generate(Fields& fields, ApiRequest& out, const ApiLimits& limits) {
   if (!out.request.max_tokens) out.request.max_tokens = kDefault;
 }
 
-/// Of "the body: prompt[3] has more than 8192 elements ...".
-ApiError too_many_elements(std::string message, int64_t most, const ApiLimits& limits) {
-  static constexpr std::string_view kPlace = "the body: ";
-  const std::string_view text = std::string_view(message).substr(kPlace.size());
-  if (text.starts_with("has ")) return {.message = std::move(message), .code = "invalid_value"};
-  const std::string_view place = text.substr(0, text.find(" has "));
-  const std::string param(place.substr(0, place.find_first_of("[.")));
-  if (param != "prompt" && param != "input_ids")
-    return {.message = std::string(text), .param = param, .code = "invalid_value"};
-  return {.message = fmt::format(
-              "{} has more than {} elements: the context holds {} tokens, prompt and answer together", place,
-              most, limits.max_model_len),
-          .param = param,
-          .code = "context_length_exceeded"};
+ApiError too_many_elements(const model::TooManyElements& where, int64_t most, int64_t max_model_len) {
+  const std::string place = where.path.empty() ? std::string("the body") : where.path;
+  if (where.number && (where.field == "prompt" || where.field == "input_ids"))
+    return {.message = fmt::format(
+                "{} has more than {} elements: the context holds {} tokens, prompt and answer together",
+                place, most, max_model_len),
+            .param = where.field,
+            .code = "context_length_exceeded"};
+  return {.message = fmt::format("{} has more than {} elements, which is the limit of a{}", place, most,
+                                 where.list ? " list" : "n object"),
+          .param = where.field,
+          .code = "invalid_value"};
 }
 
 }  // namespace
 
 std::variant<ApiRequest, ApiError> parse_request(ApiKind kind, std::string_view body,
                                                  const ApiLimits& limits) {
-  // As long as a prompt of ids, or a bias for every token; whatever a request has that is longer would be refused below.
-  const int64_t max_elements = std::max({int64_t{kMaxMessages}, limits.max_model_len, limits.vocab});
-  const Result<Json> json = model::parse_json_object("the body", body, max_elements);
+  // Also in fields that nobody reads: a body must not take more memory for what is ignored.
+  const int64_t max_elements =
+      std::max({int64_t{kMaxMessages}, limits.max_model_len, limits.vocab});
+  model::TooManyElements too_many;
+  const Result<Json> json = model::parse_json_object("the body", body, max_elements, &too_many);
   if (json.status().code() == Code::resource_exhausted)
-    return too_many_elements(json.status().message(), max_elements, limits);
+    return too_many_elements(too_many, max_elements, limits.max_model_len);
   if (!json.ok()) return ApiError{.message = json.status().message(), .code = "invalid_json"};
   ApiRequest out;
   out.kind = kind;

@@ -96,16 +96,31 @@ TEST(Api, LongListsAreRefusedWhereTheyBecomeTooLong) {
     EXPECT_EQ(error.status, 400);
     EXPECT_EQ(error.code, code);
     EXPECT_EQ(error.param, param);
-    EXPECT_EQ(error.message,
-              name + (code == "invalid_value"
-                          ? " has more than 5000 elements, which is the limit"
-                          : " has more than 5000 elements: the context holds 5000 tokens, prompt "
-                            "and answer together"));
+    EXPECT_EQ(error.message, name + (code == "invalid_value"
+                                         ? " has more than 5000 elements, which is the limit of a list"
+                                         : " has more than 5000 elements: the context holds 5000 tokens, "
+                                           "prompt and answer together"));
   }
   std::string many = "{\"x0\":0";
   for (int i = 1; i <= 5000; ++i) many += fmt::format(",\"x{}\":0", i);
   EXPECT_EQ(refused(ApiKind::chat, many).message,
-            "the body: has more than 5000 elements, which is the limit");
+            "the body has more than 5000 elements, which is the limit of an object");
+  // What is no list of ids has nothing to do with the context.
+  for (const auto& [first, more] : std::vector<std::pair<std::string, std::string>>{
+           {"[\"a\"", ",\"a\""}, {"[[1]", ",[1]"}, {"{\"k\":[{}", ",{}"}}) {
+    std::string body = "{\"prompt\":" + first;
+    for (int i = 0; i < 5000; ++i) body += more;
+    const ApiError error = refused(ApiKind::completions, body);
+    EXPECT_EQ(error.code, "invalid_value") << first;
+    EXPECT_EQ(error.param, "prompt");
+  }
+  // Of a place far inside the end is named.
+  std::string deep = "{\"x\":";
+  for (int i = 0; i < 40; ++i) deep += "{\" has [.\":";
+  const ApiError error = refused(ApiKind::chat, deep + list(5001));
+  EXPECT_EQ(error.param, "x");
+  EXPECT_LT(error.message.size(), 300u);
+  EXPECT_TRUE(error.message.starts_with("...")) << error.message;
   // One fewer is read to its end.
   EXPECT_EQ(refused(ApiKind::completions, "{\"prompt\":" + list(5000)).code, "invalid_json");
   EXPECT_TRUE(refused(ApiKind::completions, "{\"prompt\":" + list(5000) + "]}")
