@@ -15,6 +15,7 @@ restarts, gentle and not. Ends with 1 when anything was lost.
 import argparse
 import asyncio
 import collections
+import functools
 import itertools
 import json
 import random
@@ -27,6 +28,7 @@ from server import DATA, SANITIZED, SLOWER, Server, text_of
 from streaming import connect, http, read_events, read_head
 
 CLIENTS = 24
+TAKEN_AFTER_S = 0.5 * SLOWER  # a request that was sent so long before a signal has been read by the server
 # 4 layers, keys and values, one head of 128 float32: 64 pages of 16 tokens.
 ARGS = ("--deterministic", "--threads", 1, "--max-model-len", 512, "--max-batch", 16, "--kv-memory", 64 * 16 * 4 * 2 * 128 * 4,
         "--shutdown-timeout", 1, "--served-model-name", "tiny", "--chat-template", DATA / "chat_templates" / "smollm2.jinja")
@@ -72,7 +74,7 @@ def requests(rng, count):
     return made
 
 
-async def read_answer(reader, status, headers, leave_after):
+async def read_answer(reader, status, headers, leave_after=None):
     """The Answer; Told when it is an error of a server that ends; None when the client left after that many events."""
     choices = {}
     usage = None
@@ -123,45 +125,52 @@ class Soak:
         self.active = 0
         self.over = False
         self.up = True
-        self.ends = []  # the signals that servers have got
+        self.ends = []  # the signals that servers have got, and when
         self.counts = collections.Counter()
         self.totals = collections.Counter()  # of the servers that were
 
     # Clients.
 
-    async def ask(self, path, body, leave_after=None):
+    async def exchange(self, data, read):
+        """Sends `data` and returns what read(reader, status, headers) makes of the answer, or the sending when `read` is None. Told
+        when the end of the server comes between, which only kill -9 may do to what it has had time to take."""
         was_up, ends = self.up, len(self.ends)
         begun = False
-        writer = None
+        writer = sent = None
         try:
             reader, writer = await connect(self.port)
-            if body.get("stream"):
-                body = {**body, "stream_options": {"include_usage": True}}
-            writer.write(http(body, path))
-            if leave_after == 0:
+            writer.write(data)
+            sent = time.monotonic()
+            if read is None:
                 await asyncio.sleep(self.rng.random() * 0.05)
                 return None
             async with asyncio.timeout(120 * SLOWER):
                 status, headers = await read_head(reader)
                 begun = True
-                return await read_answer(reader, status, headers, leave_after)
+                return await read(reader, status, headers)
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             if was_up and ends == len(self.ends):
                 raise Lost("a server that runs cuts a connection") from None
-            killed = self.ends[-1] == signal.SIGKILL
-            # "not taken": the kernel had the connection, the server never saw it.
-            if begun and not killed:
-                raise Lost("SIGTERM cuts an answer") from None
+            how, at = self.ends[min(ends, len(self.ends) - 1)]  # the first signal since, or that of the server that was ending
+            taken = begun or (sent is not None and sent < at - TAKEN_AFTER_S)
+            if taken and how == signal.SIGTERM:
+                raise Lost(f"SIGTERM cuts {'an answer' if begun else f'a request that came {at - sent:.2f} s before'}") from None
             refused = isinstance(error, ConnectionRefusedError)
-            self.counts["cut by kill" if begun else "refused" if refused else "not taken"] += 1
+            self.counts["cut by kill" if taken else "refused" if refused else "not taken"] += 1
             raise Told from None
         except TimeoutError:
             raise Lost("no answer for two minutes") from None
         finally:
             if writer:
-                if leave_after is not None and self.rng.random() < 0.5:
+                if self.rng.random() < 0.5:
                     writer.transport.abort()
                 writer.close()
+
+    async def ask(self, path, body, leave_after=None):
+        if body.get("stream"):
+            body = {**body, "stream_options": {"include_usage": True}}
+        read = functools.partial(read_answer, leave_after=leave_after)
+        return await self.exchange(http(body, path), None if leave_after == 0 else read)
 
     async def stay(self):
         number = self.rng.randrange(len(self.requests))
@@ -248,7 +257,7 @@ class Soak:
         """Ends the server under load and starts the next, which answers within three seconds."""
         self.add_totals()
         self.up = False
-        self.ends.append(how)
+        self.ends.append((how, time.monotonic()))
         self.server.process.send_signal(how)
         code = await asyncio.to_thread(self.server.process.wait, 30 * SLOWER)
         if code != (0 if how == signal.SIGTERM else -signal.SIGKILL):
