@@ -40,9 +40,9 @@ class Response:
 
 class Server:
     """`vivace serve` on a free port, ended when the `with` block is left. VIVACE_SERVE_OPTIONS has more options, such as
-    "--device cuda"."""
+    "--device cuda". Without `wait` the caller has to wait_until_healthy()."""
 
-    def __init__(self, *args, model=QWEN, descriptors=None, port=None):
+    def __init__(self, *args, model=QWEN, descriptors=None, port=None, wait=True):
         self.port = port or free_port()
         self.log = tempfile.TemporaryFile("w+b")
         command = [BINARY, "serve", "--model", model, "--host", "127.0.0.1", "--port", self.port, *args,
@@ -55,7 +55,8 @@ class Server:
                                         preexec_fn=limit if descriptors else None)
         self.started = time.monotonic()
         try:
-            self.wait_until_healthy()
+            if wait:
+                self.wait_until_healthy()
         except BaseException:
             self.process.kill()
             raise
@@ -79,15 +80,15 @@ class Server:
         """A server that does not end well when it is asked to is a failure, unless there is one already; so are leaks and races,
         with which a sanitizer ends it."""
         with self.log:
-            ended = self.process.poll() is None
-            if ended:
+            was_running = self.process.poll() is None
+            if was_running:
                 self.process.send_signal(signal.SIGTERM)
                 try:
                     self.process.wait(60 * SLOWER)
                 except subprocess.TimeoutExpired:
                     self.process.kill()
                     self.process.wait()
-            expected = (0,) if ended else (0, -signal.SIGKILL)  # the test's own
+            expected = (0,) if was_running else (0, -signal.SIGKILL)  # the test's own
             if not failure and self.process.returncode not in expected:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.output()[-4000:]}")
 
