@@ -155,6 +155,24 @@ class Load(Case):
             self.assertEqual(threads[0], threads[1])
 
 
+class Pages(Case):
+    def test_what_is_computed_twice_takes_memory_once(self):
+        # 4 layers, keys and values, one head of 128 float32: 32 pages of 16 tokens, of which an answer takes 14.
+        with Server("--deterministic", "--threads", 2, "--max-model-len", 512, "--kv-memory", 32 * 16 * 4 * 2 * 128 * 4) as server:
+            def ask(**more):
+                body = greedy(list(range(20, 36)), max_tokens=200, **more)
+                texts = {choice["text"] for choice in server.complete(**body).json["choices"]}
+                metrics = server.wait_idle(10)
+                return texts, metrics["vivace_kv_pages_free"], metrics["vivace_preemptions_total"]
+
+            texts, free, preemptions = ask(n=4)  # at once
+            self.assertEqual((len(texts), preemptions), (1, 0))
+            self.assertEqual(ask(), (texts, free, 0))  # and again
+            texts, _, preemptions = ask(n=4, temperature=1, seed=1)
+            self.assertEqual(len(texts), 4)
+            self.assertGreater(preemptions, 0, "the case is what it says")
+
+
 class Ends(Case):
     def test_sigterm_tells_every_client(self):
         with Server("--threads", 2, "--shutdown-timeout", 1) as server:
