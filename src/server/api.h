@@ -50,16 +50,19 @@ struct ApiRequest {
 
 /// Most answers of one request.
 inline constexpr int64_t kMaxChoices = 1024, kMaxN = 128;
+inline constexpr int64_t kMaxMessages = 4096;
 
 struct ApiLimits {
   std::string model;  ///< its name; a request that names another is 404
   int64_t vocab = 0;
   int64_t max_model_len = std::numeric_limits<int64_t>::max();  ///< longer lists of ids are not even copied
   int64_t max_choices = kMaxChoices;                            ///< fewer: what the engine can ever hold
+  /// What a list or an object of a body may have whatever the context and the vocabulary are, which else limit it.
+  int64_t least_elements = kMaxMessages;
 };
 
-/// Reads a body. Unknown fields are ignored unless they are too long, and null counts as absent; a field that is known and cannot be honoured is
-/// an error that names it, its value and what fits.
+/// Reads a body. Unknown fields are ignored unless they are too long, and null counts as absent; a field that is known
+/// and cannot be honoured is an error that names it, its value and what fits.
 std::variant<ApiRequest, ApiError> parse_request(ApiKind kind, std::string_view body,
                                                  const ApiLimits& limits);
 

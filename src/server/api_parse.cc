@@ -19,7 +19,7 @@ using OrderedJson = nlohmann::ordered_json;
 
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 constexpr double kHuge = std::numeric_limits<float>::max();
-constexpr size_t kMaxPrompts = 1024, kMaxMessages = 4096;
+constexpr size_t kMaxPrompts = 1024;
 
 /// What distinguishes the names that the dialects give to the same thing.
 struct Names {
@@ -324,7 +324,7 @@ void read_messages(Fields& fields, ApiRequest& out) {
   if (!messages->is_array()) return fields.misfit("messages", *messages, "a list of messages");
   if (messages->empty())
     return fields.fail("messages", "messages is an empty list, needs at least one message");
-  if (messages->size() > kMaxMessages)
+  if (std::ssize(*messages) > kMaxMessages)
     return fields.fail("messages", fmt::format("messages has {} messages, needs at most {}", messages->size(),
                                                kMaxMessages));
   out.messages = OrderedJson::array();
@@ -440,9 +440,8 @@ ApiError too_many_elements(const model::TooManyElements& where, int64_t most, in
 
 std::variant<ApiRequest, ApiError> parse_request(ApiKind kind, std::string_view body,
                                                  const ApiLimits& limits) {
-  // Also in fields that nobody reads: a body must not take more memory for what is ignored.
-  const int64_t max_elements =
-      std::max({int64_t{kMaxMessages}, limits.max_model_len, limits.vocab});
+  // As long as a prompt of ids, or a bias for every token; also in fields that nobody reads, which take memory too.
+  const int64_t max_elements = std::max({limits.least_elements, limits.max_model_len, limits.vocab});
   model::TooManyElements too_many;
   const Result<Json> json = model::parse_json_object("the body", body, max_elements, &too_many);
   if (json.status().code() == Code::resource_exhausted)

@@ -17,6 +17,8 @@ using namespace vivace;          // NOLINT: a fuzz target
 using namespace vivace::server;  // NOLINT
 
 constexpr int64_t kVocab = 4096, kMaxModelLen = 64;
+/// Lists and objects may have so many elements in a second look at each body: few enough for the fuzzer to exceed.
+constexpr int64_t kFewElements = 100;
 
 void check(const ApiError& error) {
   if (error.status < 400 || error.status >= 500 || error.message.empty() || error.code.empty())
@@ -27,8 +29,11 @@ void check(const ApiError& error) {
 }
 
 void check(ApiKind kind, std::string_view body, const ServedModel& model) {
-  const auto parsed =
-      parse_request(kind, body, {.model = model.name, .vocab = kVocab, .max_model_len = kMaxModelLen});
+  ApiLimits limits{.model = model.name, .vocab = kVocab, .max_model_len = kMaxModelLen};
+  const auto parsed = parse_request(kind, body, limits);
+  limits.vocab = limits.least_elements = kFewElements;
+  if (const auto strict = parse_request(kind, body, limits); std::holds_alternative<ApiError>(strict))
+    check(std::get<ApiError>(strict));
   if (const auto* error = std::get_if<ApiError>(&parsed)) return check(*error);
   const auto& request = std::get<ApiRequest>(parsed);
   if (request.choices() < 1 || request.choices() > kMaxChoices) __builtin_trap();
