@@ -193,6 +193,11 @@ Status KvPages::audit(std::span<const PageChain* const> chains) const {
       ++holders[page];
     }
   }
+  for (const PageChain* chain : chains)
+    for (size_t i = static_cast<size_t>(chain->published); i < chain->pages.size(); ++i)
+      if (const int32_t page = chain->pages[i]; holders[page] != 1)
+        return wrong("page {} is not published by a chain that holds it, and {} hold it", page,
+                     holders[page]);
   enum : uint8_t { unseen, free, idle };
   std::vector<uint8_t> seen(pages_.size(), unseen);
   for (const int32_t page : free_) {

@@ -71,7 +71,8 @@ class KvPages {
   void clear_cache();
 
   /// Checks the account against those who should hold pages: free + held + idle = total, each page is held as
-  /// often as `chains` name it, cache and pages agree. internal: the first disagreement.
+  /// often as `chains` name it, by one alone unless it has published it, cache and pages agree. internal: the first
+  /// disagreement.
   Status audit(std::span<const PageChain* const> chains) const;
 
  private:

@@ -171,6 +171,11 @@ TEST(KvPages, AuditNoticesALostHolder) {
   const std::vector<const PageChain*> outside = {&a, &stranger};
   EXPECT_NE(pages.audit(outside).message().find("page 8 of 8"), std::string::npos);
   EXPECT_AUDIT(pages, &a);
+  PageChain b = pages.take(pages.find("", count_from(0, 9), 8));
+  EXPECT_AUDIT(pages, &a, &b);
+  b.published = 1;  // the other page would be freed under the first chain if this one published it again
+  const std::vector<const PageChain*> both = {&a, &b};
+  EXPECT_NE(pages.audit(both).message().find("is not published"), std::string::npos);
 }
 
 /// Random traffic over few tokens, so that prefixes repeat. `contents` plays the KV memory: what each page
@@ -185,10 +190,23 @@ void traffic(uint64_t seed, int hash_bits, int64_t& hits) {
     PageChain chain;
     std::string salt;
     Tokens ids;
+
+    /// What page `i` of the chain is for.
+    std::pair<std::string, Tokens> content(size_t i, int64_t page_tokens) const {
+      const auto end = std::min(std::ssize(ids), static_cast<int64_t>(i + 1) * page_tokens);
+      return {salt, Tokens(ids.begin(), ids.begin() + end)};
+    }
   };
   std::vector<std::unique_ptr<Holder>> holders;
+  const auto publish = [&](Holder& h, int64_t tokens) {
+    pages.publish(h.chain, h.salt, std::span(h.ids).first(static_cast<size_t>(tokens)));
+    for (size_t i = 0; i < h.chain.pages.size(); ++i)
+      ASSERT_EQ(contents[static_cast<size_t>(h.chain.pages[i])], h.content(i, page_tokens))
+          << "another page was taken for its own";
+  };
   for (int step = 0; step < 2000; ++step) {
-    if (below(2) == 0) {
+    const int64_t action = below(200);
+    if (action < 80) {
       auto h = std::make_unique<Holder>();
       h->salt = below(3) == 0 ? "x" : "";
       h->ids.resize(static_cast<size_t>(1 + below(static_cast<uint64_t>(6 * page_tokens))));
@@ -197,33 +215,31 @@ void traffic(uint64_t seed, int hash_bits, int64_t& hits) {
       const int64_t before = pages.available();
       h->chain = pages.take(hit);
       ASSERT_EQ(pages.available(), before - hit.idle_pages);
-      hits += static_cast<int64_t>(h->chain.pages.size());
-      for (size_t i = 0; i < h->chain.pages.size(); ++i) {
-        const Tokens prefix(h->ids.begin(), h->ids.begin() + static_cast<int64_t>(i + 1) * page_tokens);
-        ASSERT_EQ(contents[static_cast<size_t>(h->chain.pages[i])], std::pair(h->salt, prefix))
-            << "wrong prefix";
-      }
       const size_t cached = h->chain.pages.size();
-      if (pages.grow(h->chain, (static_cast<int64_t>(h->ids.size()) + page_tokens - 1) / page_tokens)) {
-        for (size_t i = cached; i < h->chain.pages.size(); ++i) {
-          const size_t end = std::min(h->ids.size(), (i + 1) * static_cast<size_t>(page_tokens));
-          contents[static_cast<size_t>(h->chain.pages[i])] = {h->salt,
-                                                              Tokens(h->ids.begin(), h->ids.begin() + end)};
-        }
-        if (below(4) != 0) pages.publish(h->chain, h->salt, h->ids);
-        for (size_t i = 0; i < h->chain.pages.size(); ++i) {
-          const size_t end = std::min(h->ids.size(), (i + 1) * static_cast<size_t>(page_tokens));
-          ASSERT_EQ(contents[static_cast<size_t>(h->chain.pages[i])],
-                    std::pair(h->salt, Tokens(h->ids.begin(), h->ids.begin() + end)))
-              << "another page was taken for its own";
-        }
+      hits += static_cast<int64_t>(cached);
+      for (size_t i = 0; i < cached; ++i)
+        ASSERT_EQ(contents[static_cast<size_t>(h->chain.pages[i])], h->content(i, page_tokens))
+            << "wrong prefix";
+      if (pages.grow(h->chain, (std::ssize(h->ids) + page_tokens - 1) / page_tokens)) {
+        for (size_t i = cached; i < h->chain.pages.size(); ++i)
+          contents[static_cast<size_t>(h->chain.pages[i])] = h->content(i, page_tokens);
+        if (below(4) != 0) publish(*h, below(2) == 0 ? std::ssize(h->ids) : below(h->ids.size()));
       }
       holders.push_back(std::move(h));
+    } else if (action == 80) {
+      pages.clear_cache();
+      for (const auto& h : holders) ASSERT_EQ(hit_tokens(pages, h->salt, h->ids), 0) << "what was forgotten";
     } else if (!holders.empty()) {
-      const auto victim = holders.begin() + below(holders.size());
-      pages.release((*victim)->chain);
-      holders.erase(victim);
+      const auto chosen = holders.begin() + below(holders.size());
+      Holder& h = **chosen;
+      if (action < 120 && std::ssize(h.chain.pages) * page_tokens >= std::ssize(h.ids)) {
+        publish(h, below(h.ids.size() + 1));  // later, and in parts, as sequences do
+      } else if (action >= 120) {
+        pages.release(h.chain);
+        holders.erase(chosen);
+      }
     }
+    if (testing::Test::HasFatalFailure()) return;
     std::vector<const PageChain*> chains;
     for (const auto& h : holders) chains.push_back(&h->chain);
     const Status audit = pages.audit(chains);
