@@ -78,6 +78,8 @@ std::string_view reason_of(int status) {
       return "Request Timeout";
     case 413:
       return "Payload Too Large";
+    case 415:
+      return "Unsupported Media Type";
     case 429:
       return "Too Many Requests";
     case 431:
@@ -351,6 +353,13 @@ int Connection::header_misfit(std::string& message) const {
   if (hosts > 1 || (hosts == 0 && request.version() >= 11)) {
     message = fmt::format("this is not an HTTP request: it has {} Host headers, needs 1", hosts);
     return 400;
+  }
+  if (const auto coded = request.find(http::field::content_encoding);
+      coded != request.end() && !beast::iequals(coded->value(), "identity")) {
+    const auto value = coded->value();
+    message = fmt::format("Content-Encoding is {}, needs none: the body as it is",
+                          std::string_view(value.data(), std::min<size_t>(value.size(), 80)));
+    return 415;
   }
   const auto [first, end] = request.equal_range(http::field::transfer_encoding);
   if (first == end) return 0;

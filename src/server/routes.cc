@@ -180,8 +180,11 @@ std::shared_ptr<Call> Routes::handle(HttpRequest request, Wake wake) {
 
 bool Routes::authorized(std::string_view authorization) const {
   if (api_keys_.empty()) return true;
-  static constexpr std::string_view kBearer = "Bearer ";
-  if (!authorization.starts_with(kBearer)) return false;
+  static constexpr std::string_view kBearer = "bearer ";  // in upper or lower case
+  const auto is = [](char given, char wanted) {
+    return (given | ('A' <= given && given <= 'Z' ? 32 : 0)) == wanted;
+  };
+  if (!std::ranges::equal(authorization.substr(0, kBearer.size()), kBearer, is)) return false;
   bool found = false;
   for (const std::string& key : api_keys_)
     found |= equal_in_constant_time(authorization.substr(kBearer.size()), key);
@@ -213,11 +216,9 @@ std::shared_ptr<Call> Routes::answer(const HttpRequest& request, const std::stri
 }
 
 HttpResponse Routes::refuse(int status, const std::string& message) {
-  static constexpr std::pair<int, std::string_view> kCodes[] = {{408, "request_timeout"},
-                                                                {413, "body_too_large"},
-                                                                {431, "headers_too_large"},
-                                                                {501, "unsupported_encoding"},
-                                                                {503, "overloaded"}};
+  static constexpr std::pair<int, std::string_view> kCodes[] = {
+      {408, "request_timeout"},   {413, "body_too_large"},       {415, "unsupported_encoding"},
+      {431, "headers_too_large"}, {501, "unsupported_encoding"}, {503, "overloaded"}};
   std::string_view code = "invalid_http";
   for (const auto& [known, name] : kCodes)
     if (known == status) code = name;

@@ -357,7 +357,9 @@ TEST(Server, ApiKeys) {
         << "paths are nobody else's business";
   }
   for (const std::string key : {"first", "second-key"})
-    EXPECT_EQ(rig.request(Client::get("/v1/models", "Authorization: Bearer " + key + "\r\n")).status, 200);
+    for (const std::string scheme : {"Bearer ", "bearer ", "BEARER "})
+      EXPECT_EQ(rig.request(Client::get("/v1/models", "Authorization: " + scheme + key + "\r\n")).status,
+                200);
   EXPECT_EQ(rig.get("/health").status, 200);
   EXPECT_EQ(rig.get("/metrics").status, 200);
 }
@@ -745,6 +747,8 @@ TEST(Server, GarbageIsRefused) {
       {"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400},
       {"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501},
       {"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501},
+      {"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+       415},
       {"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: "
        "chunked\r\n\r\n0\r\n\r\n",
        501},
