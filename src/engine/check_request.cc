@@ -26,14 +26,14 @@ Status check_ids(std::string_view field, const std::vector<int32_t>& ids, int64_
 }
 
 Status check_sampling(const SamplingParams& p, int64_t vocab) {
-  VIVACE_TRY(check_range("temperature", p.temperature, 0, kHuge, "a finite number of at least 0"));
+  VIVACE_TRY(check_range("temperature", p.temperature, 0, kHuge, "a finite number of at least 0 in fp32"));
   if (p.top_k < 0)
     return invalid_argument("request: top_k is {}, needs at least 0 (0 turns it off)", p.top_k);
   constexpr double kAboveZero = std::numeric_limits<double>::denorm_min();
   VIVACE_TRY(check_range("top_p", p.top_p, kAboveZero, 1, "a number above 0 and at most 1"));
   VIVACE_TRY(check_range("min_p", p.min_p, 0, 1, "a number of 0..1"));
-  VIVACE_TRY(
-      check_range("repetition_penalty", p.repetition_penalty, kAboveZero, kHuge, "a finite number above 0"));
+  VIVACE_TRY(check_range("repetition_penalty", p.repetition_penalty, kAboveZero, kHuge,
+                         "a finite number above 0 in fp32"));
   VIVACE_TRY(check_range("presence_penalty", p.presence_penalty, -2, 2, "a number of -2..2"));
   VIVACE_TRY(check_range("frequency_penalty", p.frequency_penalty, -2, 2, "a number of -2..2"));
   if (static_cast<int64_t>(p.logit_bias.size()) > vocab)

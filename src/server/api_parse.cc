@@ -91,11 +91,12 @@ void read_logit_bias(Fields& fields, SamplingParams& sampling, int64_t vocab) {
 /// What all dialects call the same, and what they name differently.
 void read_sampling(Fields& fields, Request& request, const Names& names, int64_t vocab) {
   SamplingParams& s = request.sampling;
-  s.temperature = fields.number("temperature", 0, kHuge, false, "a finite number of at least 0", 1);
+  s.temperature = fields.number("temperature", 0, kHuge, false, "a finite number of at least 0 in fp32", 1);
   s.top_k = std::max<int64_t>(0, fields.integer("top_k", -1, kAny, 0));  // -1: off, as elsewhere
   s.top_p = fields.number("top_p", 0, 1, true, "a number above 0 and at most 1", 1);
   s.min_p = fields.number("min_p", 0, 1, false, "a number of 0..1", 0);
-  s.repetition_penalty = fields.number("repetition_penalty", 0, kHuge, true, "a finite number above 0", 1);
+  s.repetition_penalty =
+      fields.number("repetition_penalty", 0, kHuge, true, "a finite number above 0 in fp32", 1);
   s.presence_penalty = fields.number("presence_penalty", -2, 2, false, "a number of -2..2", 0);
   s.frequency_penalty = fields.number("frequency_penalty", -2, 2, false, "a number of -2..2", 0);
   if (const auto seed = fields.integer(names.seed, std::numeric_limits<int64_t>::min(), kAny))

@@ -47,7 +47,8 @@ std::optional<int64_t> Fields::integer(std::string_view name, int64_t low, int64
   if (value == nullptr) return std::nullopt;
   const std::optional<int64_t> number = whole(*value, low, high);
   if (number) return number;
-  if (high == std::numeric_limits<int64_t>::max())
+  const bool too_large = value->is_number() && value->get<double>() > static_cast<double>(low);
+  if (high == std::numeric_limits<int64_t>::max() && !too_large)
     misfit(name, *value, fmt::format("a whole number of at least {}", low));
   else
     misfit(name, *value, fmt::format("a whole number of {}..{}", low, high));

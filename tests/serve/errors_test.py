@@ -51,7 +51,7 @@ class Errors(Case):
     def test_every_refusal(self):
         seen = {(400, "invalid_value"), (400, "context_length_exceeded"), (400, "unsupported_parameter"), (400, "invalid_json"),
                 (401, "invalid_api_key"), (404, "not_found"), (404, "model_not_found"), (405, "method_not_allowed"),
-                (408, "request_timeout"), (413, "body_too_large"), (429, "queue_full"), (431, "headers_too_large"),
+                (408, "request_timeout"), (413, "body_too_large"), (415, "unsupported_encoding"), (429, "queue_full"), (431, "headers_too_large"),
                 (400, "invalid_http"), (501, "unsupported_encoding"), (503, "overloaded"), (503, "shutting_down"), (500, "engine_error"),
                 (400, "no_chat_template"), (400, "no_tokenizer")}
         listed = {(int(status), code) for status, code in re.findall(r"^\| (\d{3}) \| `(\w+)` \|", PAGE, re.M)}
@@ -108,6 +108,8 @@ class Errors(Case):
         self.assertEqual((status, error["code"]), (413, "body_too_large"))
         status, _, error = self.raw(b"GET /health HTTP/1.1\r\nX: " + b"y" * 5000 + b"\r\n\r\n")
         self.assertEqual((status, error["code"]), (431, "headers_too_large"))
+        status, _, error = self.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}")
+        self.assertEqual((status, error["code"]), (415, "unsupported_encoding"))
 
     def test_429_when_the_queue_is_full(self):
         body = {"prompt": "x", "max_tokens": 3900, "ignore_eos": True, "stream": True}
