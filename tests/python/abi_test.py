@@ -1,6 +1,7 @@
 """The package's list of arguments is that of vivace/c_api.h, which lies in the wheel."""
 
 import pathlib
+import random
 import re
 import struct
 import unittest
@@ -9,7 +10,7 @@ import package
 
 package.need("vivace")
 import vivace  # noqa: E402
-from vivace import _library  # noqa: E402
+from vivace import _arrays, _library  # noqa: E402
 from vivace._operators import OPERATORS  # noqa: E402
 
 HEADER = re.sub(r"/\*.*?\*/", "", (pathlib.Path(vivace.__file__).parent / "include" / "vivace" / "c_api.h").read_text(), flags=re.S)
@@ -49,6 +50,41 @@ class Abi(unittest.TestCase):
             code = entry._run(struct.pack("=Q", 0), None)
             self.assertEqual(code, 1)
             self.assertIn(f"which is {entry.struct_bytes} here", _library.LIBRARY.vivace_last_error().decode())
+
+    def test_questions_about_shapes_that_do_not_agree(self):
+        """Any shapes, types and numbers: an answer or an error, and no memory is looked at."""
+        source = random.Random(1)
+        types = [*_arrays.DTYPES, *("f32", "bf16", "i32") * 8]
+        numbers = {"float": (0.0, 1.0, -1.0, float("nan")), "int": (0, 1, 1, 2, 3, -1, 64, 128, 2**40, -2**63, 2**63 - 1), "pointer": (0,)}
+        for name, entry in _library.ENTRIES.items():
+            questions = [entry.cost, entry.explain, entry.workspace_bytes] + [entry.schedule_params] * (name == "attention_decode")
+            for _ in range(400):
+                device = source.choice(("cpu", "cpu", "cuda"))
+                values = []
+                for argument in entry.operator.arguments:
+                    if argument.kind != "tensor":
+                        values.append(0 if argument.name == "expert_count" else source.choice(numbers[argument.kind]))
+                    elif not values or source.random() < 0.7:
+                        extents = [source.choice((0, 1, 2, 3, 64, 128, 4096)) for _ in range(source.randrange(6))]
+                        values.append(vivace.Shape(extents, source.choice(types), device, 90 if device == "cuda" else 0))
+                    else:
+                        values.append(None)
+                for question in questions:
+                    try:
+                        question(tuple(values))
+                    except (ValueError, NotImplementedError, RuntimeError):
+                        pass
+
+    def test_experts_that_cannot_be_read_are_estimated(self):
+        def shapes(tokens, ids_dtype="i32"):
+            return (vivace.Shape((4, 64), "f32"), vivace.Shape((8, 64, 64), "f32"), vivace.Shape((8, 64, 32), "f32"),
+                    vivace.Shape((tokens, 2), ids_dtype), vivace.Shape((tokens, 2), "f32"))
+
+        whole = vivace.fused_moe.cost(*shapes(4))
+        self.assertEqual(whole.flops, 4 * 2 * 3 * 2 * 32 * 64)
+        self.assertGreater(whole.bytes, 8 * 3 * 32 * 64 * 4)
+        for question in (shapes(3), shapes(4, "i64")):
+            self.assertGreater(vivace.fused_moe.cost(*question).flops, 0)
 
     def test_words_of_the_header_for_what_is_written(self):
         """"out" and "optional" in the header's comments are the marks of the list here."""

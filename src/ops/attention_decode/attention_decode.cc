@@ -73,27 +73,29 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
 
 namespace {
 
-/// Queries divide by these extents.
-Status check_heads(const AttentionArgs& a, const Stream& stream) {
+/// Queries divide by these extents and parameters.
+Status check_divisors(const AttentionDecodeArgs& args, const Stream& stream) {
+  const AttentionArgs& a = args.attention;
   Checker check(kName, stream.device);
   check.that(a.k.rank == 4 && a.k.shape[2] > 0, "k.shape[2]", static_cast<double>(a.k.shape[2]),
              "at least 1 head");
   check.that(a.q.rank == 3 && a.q.shape[2] > 0, "q.shape[2]", static_cast<double>(a.q.shape[2]),
              "at least 1 dimension");
+  check_schedule_params(check, args.params);
   return check.status();
 }
 
 }  // namespace
 
 Result<int64_t> attention_decode_workspace_bytes(const AttentionDecodeArgs& args, const Stream& stream) {
-  VIVACE_TRY(check_heads(args.attention, stream));
+  VIVACE_TRY(check_divisors(args, stream));
   return workspace_bytes(kAttentionDecode, args, stream);
 }
 
 Result<DecodeScheduleParams> attention_decode_schedule_params(const AttentionDecodeArgs& args,
                                                               const Stream& stream) {
   const AttentionArgs& a = args.attention;
-  VIVACE_TRY(check_heads(a, stream));
+  VIVACE_TRY(check_divisors(args, stream));
   DecodeScheduleParams params = args.params;
   params.heads_kv = a.k.shape[2];
   params.workers = cpu::threads_of(stream.threads);

@@ -228,11 +228,21 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
   const auto weights = [](const ExpertWeights& w) {
     return Cost{w.gate.bytes() + w.up.bytes() + w.down.bytes(), 3 * 2 * w.gate.elements()};
   };
-  const bool readable = args.expert_ids.device == Device::cpu;
+  const bool stacked = args.gate_up.present();
+  const Cost of_stacked =
+      stacked && experts > 0 ? Cost{args.gate_up.bytes() / experts + args.down.bytes() / experts,
+                                    3 * args.gate_up.elements() / experts}
+                             : Cost{};
+  const auto cost_at = [&](int64_t e) { return stacked ? of_stacked : weights(args.experts[e]); };
+  // A question may come with shapes alone, and nothing has checked that they agree.
+  const Tensor& chosen = args.expert_ids;
+  const bool readable = chosen.device == Device::cpu && chosen.data != nullptr &&
+                        chosen.dtype == DType::i32 && chosen.rank == 2 && chosen.shape[0] == tokens &&
+                        (chosen.stride[1] == 1 || chosen.shape[1] <= 1);
   if (!readable && experts > 0) {
     // The routing is out of reach here: as many experts as the pairs can visit.
     const int64_t pairs = tokens * args.expert_ids.shape[1];
-    const Cost of_expert = weights(expert_at(args, 0));
+    const Cost of_expert = cost_at(0);
     cost.bytes += std::min(experts, pairs) * of_expert.bytes;
     cost.flops += pairs * of_expert.flops;
   }
@@ -241,7 +251,7 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
     const int32_t* ids = args.expert_ids.at(t).as<const int32_t>();
     for (int64_t j = 0; j < args.expert_ids.shape[1]; ++j) {
       if (!has_work(ids[j], experts)) continue;
-      const Cost of_expert = weights(expert_at(args, ids[j]));
+      const Cost of_expert = cost_at(ids[j]);
       cost.flops += of_expert.flops;
       if (!visited[ids[j]]) cost.bytes += of_expert.bytes;
       visited[ids[j]] = true;
