@@ -76,8 +76,8 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def attention(q, k, v, pages, lengths, starts):
-    """Causal, over a paged cache; heads of q share those of k in groups."""
+def attention(q, k, v, pages, lengths, starts, window=0, soft_cap=0.0, sinks=None):
+    """Causal, over a paged cache; heads of q share those of k in groups. A sink is a key without a value."""
     out = np.zeros(q.shape)
     page_tokens, group = k.shape[1], q.shape[1] // k.shape[2]
     for b, length in enumerate(lengths):
@@ -86,10 +86,13 @@ def attention(q, k, v, pages, lengths, starts):
         values = np.array([v[pages[b, j // page_tokens], j % page_tokens] for j in range(length)])
         for i, row in enumerate(rows):
             seen = length - len(rows) + i + 1
+            first = max(seen - window, 0) if window else 0
             for head in range(q.shape[1]):
-                score = keys[:seen, head // group] @ q[row, head] / np.sqrt(q.shape[2])
+                score = keys[first:seen, head // group] @ q[row, head] / np.sqrt(q.shape[2])
+                score = soft_cap * np.tanh(score / soft_cap) if soft_cap else score
+                sink = np.exp(sinks[head] - score.max()) if sinks is not None else 0.0
                 weight = np.exp(score - score.max())
-                out[row, head] = weight @ values[:seen, head // group] / weight.sum()
+                out[row, head] = weight @ values[first:seen, head // group] / (weight.sum() + sink)
     return out
 
 

@@ -34,22 +34,23 @@ USED = {
     },
     "sglang": {
         "sglang.srt.layers.moe.moe_runner.base:MoeRunnerConfig": [
-            "activation", "is_gated", "gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit", "apply_router_weight_on_input", "no_combine",
+            "activation", "is_gated", "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit", "apply_router_weight_on_input", "no_combine",
             "inplace", "routed_scaling_factor", "layer_id"],
         "sglang.srt.layers.moe.moe_runner.triton:TritonMoeQuantInfo": [
-            "w13_weight", "w2_weight", "b13", "b2", "w13_scale", "w2_scale", "a13_scale", "a2_scale", "block_shape", "use_fp8_w8a8"],
+            "w13_weight", "w2_weight", "b13", "b2", "w13_scale", "w2_scale", "a13_scale", "a2_scale", "block_shape", "use_fp8_w8a8",
+            "use_mxfp8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "fuse_swiglu_interleaved"],
         "sglang.srt.layers.moe.token_dispatcher.standard:StandardDispatchOutput": ["hidden_states", "topk_output"],
         "sglang.srt.layers.moe.topk:StandardTopKOutput": ["topk_weights", "topk_ids", "router_logits"],
         "sglang.srt.layers.moe.topk:TopKConfig": [
             "top_k", "use_grouped_topk", "topk_group", "num_expert_group", "renormalize", "custom_routing_function", "correction_bias",
             "torch_native", "routed_scaling_factor", "apply_routed_scaling_factor_on_output", "scoring_func", "num_shared_topk_slots"],
-        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": ["get_kv_buffer", "set_kv_buffer"],
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool": ["get_kv_buffer", "set_kv_buffer", "kv_cache_layout"],
         "sglang.srt.layers.radix_attention:RadixAttention": [
             "layer_id", "tp_q_head_num", "tp_k_head_num", "head_dim", "v_head_dim", "scaling", "logit_cap", "sliding_window_size", "k_scale",
-            "v_scale", "is_cross_attention"],
+            "v_scale", "is_cross_attention", "attn_type", "logit_capping_method", "xai_temperature_len", "use_irope", "pos_encoding_mode"],
         "sglang.srt.model_executor.forward_batch_info:ForwardBatch": [
             "batch_size", "seq_lens", "req_pool_indices", "forward_mode", "extend_seq_lens", "extend_seq_lens_cpu", "out_cache_loc"],
-        "sglang.srt.model_executor.forward_batch_info:ForwardMode": ["is_decode_or_idle", "is_extend"],
+        "sglang.srt.model_executor.forward_batch_info:ForwardMode": ["is_decode_or_idle", "EXTEND", "MIXED", "SPLIT_PREFILL"],
         "sglang.srt.plugins.hook_registry:HookType": ["AROUND"],
         "sglang.srt.layers.quantization.fp8:Fp8MoEMethod": ["get_triton_quant_info", "create_moe_runner", "apply"],
     },

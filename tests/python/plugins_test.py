@@ -91,13 +91,13 @@ class Vllm(unittest.TestCase):
         self.assertTrue(fp8.backend_to_kernel_cls.vivace)
         self.assertFalse(getattr(moe._experts_class(), "__abstractmethods__"))
 
-    def builder(self, block_size=16, dtype=torch.bfloat16, spec=1):
+    def builder(self, block_size=16, dtype=torch.bfloat16, spec=1, window=None):
         model = types.SimpleNamespace(max_model_len=256, dtype=torch.bfloat16, get_num_attention_heads=lambda parallel: HEADS)
         speculative = types.SimpleNamespace(num_speculative_tokens=spec - 1, parallel_drafting=False) if spec > 1 else None
         config = types.SimpleNamespace(model_config=model, scheduler_config=types.SimpleNamespace(max_num_seqs=8), spec=spec,
                                        parallel_config=types.SimpleNamespace(decode_context_parallel_size=1),
                                        speculative_config=speculative, use_v2_model_runner=True)
-        spec_of_cache = types.SimpleNamespace(block_size=block_size, num_kv_heads=HEADS_KV, head_size=DIM, dtype=dtype)
+        spec_of_cache = types.SimpleNamespace(block_size=block_size, num_kv_heads=HEADS_KV, head_size=DIM, dtype=dtype, sliding_window=window)
         return self.plugin.VivaceMetadataBuilder(spec_of_cache, ["layer"], config, torch.device(DEVICE))
 
     def common(self, lengths, queries, pages):
@@ -106,7 +106,7 @@ class Vllm(unittest.TestCase):
             query_start_loc=i32(start), query_start_loc_cpu=torch.tensor(start), seq_lens=i32(lengths), num_reqs=len(lengths),
             num_actual_tokens=int(start[-1]), max_query_len=max(queries), block_table_tensor=i32(pages))
 
-    def run_step(self, lengths, queries, block_size=16, spec=1, contiguous=True, kv=torch.bfloat16):
+    def run_step(self, lengths, queries, block_size=16, spec=1, contiguous=True, kv=torch.bfloat16, sinks=None, window=None, soft_cap=None):
         torch.manual_seed(3)
         blocks = 24
         # Logical [blocks, heads, block_size, 2 * dim]; as it lies, heads before or after the tokens of a block.
@@ -115,8 +115,13 @@ class Vllm(unittest.TestCase):
             cache = cache.to(kv).view(torch.uint8)
         pages = np.random.default_rng(1).permutation(blocks)[:len(lengths) * 4].reshape(len(lengths), 4)
         common = self.common(lengths, queries, pages)
-        metadata = self.builder(block_size, dtype=cache.dtype, spec=spec).build(0, common)
-        impl = self.plugin.VivaceImpl(HEADS, DIM, DIM**-0.5, HEADS_KV, kv_cache_dtype="auto" if kv == torch.bfloat16 else "fp8")
+        metadata = self.builder(block_size, dtype=cache.dtype, spec=spec, window=window).build(0, common)
+        parameter = None if sinks is None else torch.nn.Parameter(torch.zeros_like(sinks))
+        impl = self.plugin.VivaceImpl(HEADS, DIM, DIM**-0.5, HEADS_KV, sliding_window=window, logits_soft_cap=soft_cap, sinks=parameter,
+                                      kv_cache_dtype="auto" if kv == torch.bfloat16 else "fp8")
+        if sinks is not None:  # loaded after layers were made, in the model's type
+            parameter.data.copy_(sinks)
+        impl.process_weights_after_loading(torch.bfloat16)
         scale = torch.full((1,), 0.5 if kv != torch.bfloat16 else 1.0, device=DEVICE)
         layer = types.SimpleNamespace(_k_scale=scale, _v_scale=scale)
         tokens = int(sum(queries))
@@ -124,7 +129,8 @@ class Vllm(unittest.TestCase):
         impl.forward(layer, query, None, None, cache, metadata, output)
         whole = number(cache if kv == torch.bfloat16 else cache.view(kv).float() * 0.5).transpose(0, 2, 1, 3)
         start = np.concatenate([[0], np.cumsum(queries)])
-        expected = cases.attention(number(query).reshape(-1, HEADS, DIM)[:tokens], whole[..., :DIM], whole[..., DIM:], pages, lengths, start)
+        expected = cases.attention(number(query).reshape(-1, HEADS, DIM)[:tokens], whole[..., :DIM], whole[..., DIM:], pages, lengths, start,
+                                   window=window or 0, soft_cap=soft_cap or 0.0, sinks=None if sinks is None else number(sinks))
         close(self, number(output).reshape(-1, HEADS, DIM)[:tokens], expected)
         self.assertFalse(output[tokens:].any())
 
@@ -132,6 +138,10 @@ class Vllm(unittest.TestCase):
         self.run_step([5, 33, 64], [1, 1, 1])
         self.run_step([5, 33, 17], [1, 1, 9])
         self.run_step([9, 40], [9, 12])
+
+    def test_sinks_windows_and_caps(self):
+        for options in ({"sinks": bf16(HEADS)}, {"window": 16}, {"soft_cap": 5.0}, {"sinks": bf16(HEADS), "window": 20, "soft_cap": 30.0}):
+            self.run_step([5, 33, 17, 60], [1, 1, 9, 12], **options)
 
     def test_block_sizes_and_layouts(self):
         for block_size in (16, 32, 64):
@@ -178,10 +188,24 @@ class Vllm(unittest.TestCase):
         whole = [number(w) * number(s).repeat(128, axis=1).repeat(128, axis=2) for w, s in ((gate_up, w1), (down, w2))]
         close(self, run(True, w1, w2, x8, x_scale, None), cases.moe(number(x), *whole, local, number(weights)), 0.1)
         w1, w2 = torch.rand(3, device=DEVICE) + 0.5, torch.rand(3, device=DEVICE) + 0.5
-        scale = torch.full((1,), 0.02, device=DEVICE)
-        x8, _ = vivace.quantize_fp8(x, scaling="tensor", scale=scale)
+        scale = torch.tensor(0.02, device=DEVICE)  # vLLM keeps the largest of all experts, without a dimension
+        x8, _ = vivace.quantize_fp8(x, scaling="tensor", scale=scale.view(1))
         whole = [number(w) * number(s)[:, None, None] for w, s in ((gate_up, w1), (down, w2))]
-        close(self, run(False, w1, w2, x8, scale, torch.full((1,), 4.0, device=DEVICE)), cases.moe(number(x), *whole, local, number(weights)), 0.1)
+        for a1, a1_scale, a2_scale in ((x8, scale, torch.tensor(4.0, device=DEVICE)), (x8, scale.view(1), torch.full((3,), 4.0, device=DEVICE))):
+            close(self, run(False, w1, w2, a1, a1_scale, a2_scale), cases.moe(number(x), *whole, local, number(weights)), 0.1)
+
+    def test_experts_refuse(self):
+        """Before a class is chosen, and when one is made all the same."""
+        from vivace.plugins.vllm import moe
+        plain = dict(swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None, has_bias=False)
+        for changes, quantised in (({"swiglu_limit": 7.0}, {}), ({"has_bias": True}, {}), ({}, {"gemm1_clamp_limit": 7.0}), ({}, {"w1_bias": 1})):
+            config, name = types.SimpleNamespace(**{**plain, **changes}), next(iter({**changes, **quantised}))
+            if changes:
+                fits, reason = moe._experts_class().is_supported_config(moe._experts_class(), config, None, None, None)
+                self.assertFalse(fits)
+                self.assertIn(name, reason)
+            self.assertEqual(moe.problems(config, types.SimpleNamespace(**quantised)), [name])
+        self.assertEqual(moe.problems(types.SimpleNamespace(**plain), types.SimpleNamespace(w1_bias=None)), [])
 
     def test_router(self):
         from vivace.plugins.vllm import router
@@ -192,30 +216,6 @@ class Vllm(unittest.TestCase):
         scores = vivace.router_gemm(x, vivace.RouterWeight((gate.weight,), "exact"))
         close(self, number(scores), number(x) @ number(gate.weight).T, 1e-5)
         self.assertFalse(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None}), x))  # not asked for
-
-    def test_fused_prologue(self):
-        tokens, block_size = 3, 16
-        cache = torch.zeros(4, HEADS_KV, block_size, 2 * DIM, dtype=torch.bfloat16, device=DEVICE)
-        qkv, weight = bf16(tokens, (HEADS + 2 * HEADS_KV) * DIM), bf16(DIM)
-        angles = np.arange(32)[:, None] / 10000 ** (np.arange(DIM // 2) / (DIM // 2))
-        cos_sin = torch.tensor(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), dtype=torch.bfloat16, device=DEVICE)
-        impl = self.plugin.VivaceImpl(HEADS, DIM, DIM**-0.5, HEADS_KV)
-        self.assertTrue(impl.fused_qk_norm_rope_kvcache_supported())
-        q, slots = bf16(tokens, HEADS * DIM), torch.tensor([17, -1, 40], device=DEVICE)
-        positions = torch.tensor([4, 9, 31], device=DEVICE)
-        layer = types.SimpleNamespace(_k_scale=torch.ones(1, device=DEVICE), _v_scale=torch.ones(1, device=DEVICE))
-        impl.do_qk_norm_rope_kvcache_update(layer, qkv, q, None, positions, weight, weight, 1e-5, cos_sin, True, cache, slots)
-        heads = number(qkv).reshape(tokens, HEADS + 2 * HEADS_KV, DIM)
-        half = number(cos_sin)[[4, 9, 31]]
-        cos, sin = half[:, None, :DIM // 2], half[:, None, DIM // 2:]
-        normed = cases.normed(heads[:, :HEADS + HEADS_KV], number(weight), 1e-5)
-        a, b = normed[..., :DIM // 2], normed[..., DIM // 2:]
-        turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        close(self, number(q).reshape(tokens, HEADS, DIM), turned[:, :HEADS])
-        whole = number(cache).transpose(0, 2, 1, 3)
-        close(self, whole[1, 1, :, :DIM], turned[0, HEADS:])
-        close(self, whole[2, 8, :, DIM:], heads[2, HEADS + HEADS_KV:])
-        self.assertEqual(int((whole.reshape(-1, HEADS_KV * 2 * DIM) != 0).any(axis=1).sum()), 2)
 
     def test_refusals_name_the_reason(self):
         with self.assertRaisesRegex(NotImplementedError, "ALiBi"):
@@ -234,13 +234,7 @@ class Mode:
         self.name = name
 
     def is_decode_or_idle(self):
-        return self.name == "decode"
-
-    def is_extend(self):
-        return self.name == "extend"
-
-    def __str__(self):
-        return self.name
+        return self.name in ("DECODE", "IDLE")
 
 
 class Pool:
@@ -264,7 +258,7 @@ class Sglang(unittest.TestCase):
         engines.stand_in("sglang", {
             "AttentionBackend": {"__init__": lambda self: None},
             "KVWriteLoc": lambda loc: loc,
-            "get_parallel": lambda: types.SimpleNamespace(tp_size=1),
+            "get_parallel": lambda: None,
             "DispatchMoeRunnerCore": {"__init__": lambda self, config: setattr(self, "config", config)},
             "StandardCombineInput": types.SimpleNamespace,
             "resolve_moe_runner_backend": lambda name: types.SimpleNamespace(value=name),
@@ -272,7 +266,8 @@ class Sglang(unittest.TestCase):
             "StandardTopKOutput": lambda *values: values,
         })
         from vivace.plugins.sglang import attention, moe, router
-        attention.get_parallel = lambda: types.SimpleNamespace(tp_size=1)  # no ranks were started here
+        cls.parallel = types.SimpleNamespace(tp_size=1, attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1)
+        attention.get_parallel = lambda: cls.parallel  # no ranks were started here
         moe._chosen = lambda: types.SimpleNamespace(value="vivace")
         cls.plugin, cls.moe, cls.router = attention, moe, router
 
@@ -306,29 +301,51 @@ class Sglang(unittest.TestCase):
 
     def layer(self, **changes):
         values = dict(layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=HEADS_KV, head_dim=DIM, v_head_dim=DIM, scaling=DIM**-0.5, logit_cap=0.0,
-                      sliding_window_size=-1, k_scale=None, v_scale=None, is_cross_attention=False)
+                      sliding_window_size=-1, k_scale=None, v_scale=None, is_cross_attention=False, attn_type=types.SimpleNamespace(value="decoder"),
+                      logit_capping_method="tanh", xai_temperature_len=-1, use_irope=False, pos_encoding_mode="NONE")
         return types.SimpleNamespace(**{**values, **changes})
 
     def batch(self, mode, lengths, requests, queries):
         return types.SimpleNamespace(
-            batch_size=len(lengths), forward_mode=Mode(mode), seq_lens=torch.tensor(lengths, device=DEVICE),
+            batch_size=len(lengths), forward_mode=Mode(mode.upper()), seq_lens=torch.tensor(lengths, device=DEVICE),
             req_pool_indices=torch.tensor(requests, device=DEVICE), extend_seq_lens=torch.tensor(queries, device=DEVICE),
             extend_seq_lens_cpu=queries, out_cache_loc=None)
 
-    def check(self, runner, pages, q, out, lengths, requests, queries):
+    def check(self, runner, pages, q, out, lengths, requests, queries, **options):
         k, v = (number(t).reshape(-1, self.PAGE, HEADS_KV, DIM) for t in runner.token_to_kv_pool.get_kv_buffer(0))
         start = np.concatenate([[0], np.cumsum(queries)])
-        close(self, number(out).reshape(-1, HEADS, DIM), cases.attention(number(q).reshape(-1, HEADS, DIM), k, v, pages[requests], lengths, start))
+        close(self, number(out).reshape(-1, HEADS, DIM), cases.attention(number(q).reshape(-1, HEADS, DIM), k, v, pages[requests], lengths, start, **options))
 
     def test_decode_and_extend(self):
         runner, pages = self.runner()
         backend, layer = self.plugin.VivaceAttnBackend(runner), self.layer()
-        for mode, lengths, requests, queries in (("decode", [5, 40, 96], [3, 0, 5], [1, 1, 1]), ("extend", [30, 17], [1, 4], [30, 5])):
+        for mode, lengths, requests, queries in (("decode", [5, 40, 96], [3, 0, 5], [1, 1, 1]), ("extend", [30, 17], [1, 4], [30, 5]),
+                                                 ("mixed", [30, 17], [1, 4], [30, 1]), ("split_prefill", [9], [2], [9])):
             batch = self.batch(mode, lengths, requests, queries)
             backend.init_forward_metadata(batch)
             q = bf16(sum(queries), HEADS * DIM)
             step = backend.forward_decode if mode == "decode" else backend.forward_extend
             self.check(runner, pages, q, step(q, None, None, layer, batch), lengths, requests, queries)
+
+    def test_sinks_and_caps(self):
+        runner, pages = self.runner()
+        backend, layer, sinks = self.plugin.VivaceAttnBackend(runner), self.layer(logit_cap=20.0), 2 * bf16(HEADS)
+        for mode, lengths, requests, queries in (("decode", [5, 40, 96], [3, 0, 5], [1, 1, 1]), ("extend", [30, 17], [1, 4], [30, 5])):
+            batch = self.batch(mode, lengths, requests, queries)
+            backend.init_forward_metadata(batch)
+            q = 4 * bf16(sum(queries), HEADS * DIM)
+            step = backend.forward_decode if mode == "decode" else backend.forward_extend
+            self.check(runner, pages, q, step(q, None, None, layer, batch, sinks=sinks), lengths, requests, queries, sinks=number(sinks),
+                       soft_cap=20.0)
+            step(q, None, None, layer, batch, k_rope=None, return_lse=False)
+            with self.assertRaisesRegex(NotImplementedError, "score_mod"):
+                step(q, None, None, layer, batch, score_mod=len)
+
+    def test_heads_of_a_rank_are_those_of_attention(self):
+        """With --enable-dp-attention four ranks may have all heads each."""
+        self.addCleanup(setattr, self.parallel, "tp_size", 1)
+        self.parallel.tp_size = 4
+        self.assertEqual(self.plugin.VivaceAttnBackend(self.runner()[0]).heads_q, HEADS)
 
     def test_new_keys_are_saved_first(self):
         runner, pages = self.runner()
@@ -375,16 +392,31 @@ class Sglang(unittest.TestCase):
                                ({"sliding_window_size": 128}, "windows")):
             with self.assertRaisesRegex(NotImplementedError, words):
                 self.plugin.VivaceAttnBackend(self.runner(**changes)[0])
+        runner = self.runner()[0]
+        runner.token_to_kv_pool.kv_cache_layout = "hnd"
+        with self.assertRaisesRegex(NotImplementedError, "layout hnd.*SGLANG_USE_HND_KVCACHE"):
+            self.plugin.VivaceAttnBackend(runner)
+        for name in ("attn_cp_size", "attn_dcp_size"):
+            self.addCleanup(setattr, self.parallel, name, 1)
+            setattr(self.parallel, name, 2)
+            with self.assertRaisesRegex(NotImplementedError, "context parallelism"):
+                self.plugin.VivaceAttnBackend(self.runner()[0])
+            setattr(self.parallel, name, 1)
         backend = self.plugin.VivaceAttnBackend(self.runner()[0])
         batch = self.batch("decode", [5], [0], [1])
         backend.init_forward_metadata(batch)
-        with self.assertRaisesRegex(NotImplementedError, "window of 32"):
-            backend.forward_decode(bf16(1, HEADS * DIM), None, None, self.layer(sliding_window_size=32), batch)
-        with self.assertRaisesRegex(NotImplementedError, "verify"):
-            backend.init_forward_metadata(self.batch("verify", [5], [0], [1]))
+        for changes, words in (({"sliding_window_size": 32}, "window of 32"), ({"is_cross_attention": True}, "type cross"),
+                               ({"attn_type": types.SimpleNamespace(value="encoder_only")}, "type encoder_only"), ({"v_head_dim": 32}, "values of 32"),
+                               ({"logit_cap": 1.0, "logit_capping_method": "erf"}, "erf"), ({"xai_temperature_len": 8}, "temperature"),
+                               ({"use_irope": True}, "irope"), ({"pos_encoding_mode": "ALIBI"}, "ALIBI")):
+            with self.assertRaisesRegex(NotImplementedError, words):
+                backend.forward_decode(bf16(1, HEADS * DIM), None, None, self.layer(**changes), batch)
+        for mode in ("target_verify", "draft_extend_v2", "dllm_extend", "prebuilt"):
+            with self.assertRaisesRegex(NotImplementedError, mode.upper()):
+                backend.init_forward_metadata(self.batch(mode, [5], [0], [1]))
 
     def config(self, **changes):
-        values = dict(activation="silu", is_gated=True, gemm1_alpha=None, gemm1_clamp_limit=None, swiglu_limit=None,
+        values = dict(activation="silu", is_gated=True, gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None, swiglu_limit=None,
                       apply_router_weight_on_input=False, no_combine=False, inplace=True, routed_scaling_factor=None, layer_id=3)
         return types.SimpleNamespace(**{**values, **changes})
 
@@ -414,8 +446,14 @@ class Sglang(unittest.TestCase):
                                         "w2_scale": torch.rand(4, device=DEVICE) + 0.5})
         expected = cases.moe(number(x), number(fp8["w13_weight"]) * number(info.w13_scale)[:, None, None],
                              number(fp8["w2_weight"]) * number(info.w2_scale)[:, None, None], ids.cpu().numpy(), number(weights))
-        out = core.run_from_dispatch(types.SimpleNamespace(hidden_states=x.clone(), topk_output=topk), info, core.config).hidden_states
-        close(self, number(out), expected, 0.1)
+        for scales in ({}, {"a13_scale": torch.tensor(0.02, device=DEVICE), "a2_scale": torch.tensor(4.0, device=DEVICE)}):  # as SGLang reduces them
+            info = types.SimpleNamespace(**{**info.__dict__, **scales})
+            out = core.run_from_dispatch(types.SimpleNamespace(hidden_states=x.clone(), topk_output=topk), info, core.config).hidden_states
+            close(self, number(out), expected, 0.1)
+        for name in ("fuse_swiglu_interleaved", "use_mxfp8"):
+            with self.assertRaisesRegex(NotImplementedError, name):
+                core.run_from_dispatch(types.SimpleNamespace(hidden_states=x, topk_output=topk),
+                                       types.SimpleNamespace(**{**info.__dict__, name: True}), core.config)
 
     def test_experts_without_static_scales_refuse(self):
         core = self.moe._core_class()(self.config())
@@ -427,7 +465,7 @@ class Sglang(unittest.TestCase):
             core.run_from_dispatch(types.SimpleNamespace(hidden_states=bf16(1, 128), topk_output=topk), info, core.config)
 
     def test_experts_refuse(self):
-        for changes, words in (({"activation": "gelu"}, "gelu"), ({"gemm1_alpha": 1.7}, "gemm1_alpha"), ({"no_combine": True}, "no_combine")):
+        for changes, words in (({"activation": "gelu"}, "gelu"), ({"gemm1_alpha": 1.7}, "gemm1_alpha"), ({"gemm1_beta": 1.0}, "gemm1_beta"), ({"no_combine": True}, "no_combine")):
             with self.assertRaisesRegex(NotImplementedError, f"{words}.*layer 3"):
                 self.moe._core_class()(self.config(**changes))
 
@@ -442,6 +480,14 @@ class Sglang(unittest.TestCase):
         best, order = score.topk(2, dim=1)
         self.assertTrue(torch.equal(ids[:2].long(), order[:2]) and bool((ids[2] == -1).all()))
         self.assertTrue(torch.allclose(weights[:2], 2.5 * best[:2] / best[:2].sum(1, keepdim=True), atol=1e-5))
+        config.use_grouped_topk, config.num_expert_group, config.topk_group = True, 4, 1
+        self.assertEqual(self.router.select_experts(lambda *a, **k: "theirs", None, logits, config, layer_id=1), "theirs")  # the best of a group
+        config.correction_bias = torch.randn(8, device=DEVICE)
+        _, ids, _ = self.router.select_experts(None, None, logits, config, layer_id=1)
+        choices = (score + config.correction_bias).view(3, 4, 2)
+        group = choices.sum(-1).argmax(1)
+        expected = 2 * group + choices[torch.arange(3, device=DEVICE), group].argmax(1)
+        self.assertTrue(torch.equal(ids[:, 0].long(), expected))
         config.custom_routing_function = len
         self.assertEqual(self.router.select_experts(lambda *a, **k: "theirs", None, logits, config, layer_id=1), "theirs")
 

@@ -50,10 +50,10 @@ class DecodePlan:
 
 
 class Attention:
-    """One layer's attention: what a model says of it, and the two calls."""
+    """One layer's attention: what a model says of it, and the two calls. sinks are f32 [heads_q]."""
 
-    def __init__(self, *, softmax_scale: float, window: int = 0, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
-        self.options: dict[str, Any] = {"softmax_scale": softmax_scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    def __init__(self, *, softmax_scale: float, window: int = 0, soft_cap: float = 0.0) -> None:
+        self.options: dict[str, Any] = {"softmax_scale": softmax_scale, "window": window, "soft_cap": soft_cap}
 
     def _scales(self, k: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
         if k.dtype != torch.float8_e4m3fn:
@@ -61,18 +61,18 @@ class Attention:
         return {"k_scale": k_scale.view(-1), "v_scale": v_scale.view(-1)}
 
     def decode(self, plan: DecodePlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor,
-               kv_lengths: torch.Tensor, query_start: torch.Tensor, out: torch.Tensor, *, k_scale: torch.Tensor | None = None,
-               v_scale: torch.Tensor | None = None) -> None:
+               kv_lengths: torch.Tensor, query_start: torch.Tensor, out: torch.Tensor, *, sinks: torch.Tensor | None = None,
+               k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> None:
         k, v = as_fp8(k), as_fp8(v)
         vivace.attention_decode(q, k, v, page_table, kv_lengths, query_start, plan.schedule, plan.params, out=out, workspace=plan.workspace,
-                                max_query_tokens=plan.max_query_tokens, **self.options, **self._scales(k, k_scale, v_scale))
+                                max_query_tokens=plan.max_query_tokens, sinks=sinks, **self.options, **self._scales(k, k_scale, v_scale))
 
     def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, kv_lengths: torch.Tensor,
-                query_start: torch.Tensor, out: torch.Tensor, *, max_query_tokens: int = 0, k_scale: torch.Tensor | None = None,
-                v_scale: torch.Tensor | None = None) -> None:
+                query_start: torch.Tensor, out: torch.Tensor, *, max_query_tokens: int = 0, sinks: torch.Tensor | None = None,
+                k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> None:
         k, v = as_fp8(k), as_fp8(v)
         vivace.attention_prefill(q, k, v, page_table, kv_lengths, query_start, out=out, max_query_tokens=max_query_tokens,
-                                 **self.options, **self._scales(k, k_scale, v_scale))
+                                 sinks=sinks, **self.options, **self._scales(k, k_scale, v_scale))
 
 
 def expert_scales(gate_up: torch.Tensor, down: torch.Tensor, gate_up_scale: torch.Tensor, down_scale: torch.Tensor,
@@ -93,16 +93,19 @@ def expert_scales(gate_up: torch.Tensor, down: torch.Tensor, gate_up_scale: torc
 def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *,
             gate_up_scale: torch.Tensor | None = None, down_scale: torch.Tensor | None = None, x_scale: torch.Tensor | None = None,
             act_scale: torch.Tensor | None = None, block: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The routed experts of a layer. x is quantised here where the weights are fp8 and it is not yet."""
+    """The routed experts of a layer. x is quantised here where the weights are fp8 and it is not yet.
+
+    Without blocks x_scale has one value and act_scale one, or one an expert, in any shape: engines reduce them to no dimension.
+    """
     options: dict[str, Any] = {}
     if gate_up.dtype == torch.float8_e4m3fn:
         if not block and (x_scale is None or act_scale is None):
             raise NotImplementedError("vivace: experts in fp8 with one scale a tensor, whose activations have none in the checkpoint; "
                                       "dynamic scales are known with blocks of 128")
         if x.dtype != torch.float8_e4m3fn:
-            x, x_scale = vivace.quantize_fp8(x, scaling="block") if block else vivace.quantize_fp8(x, scaling="tensor", scale=x_scale.view(1))
+            x, x_scale = vivace.quantize_fp8(x, scaling="block") if block else vivace.quantize_fp8(x, scaling="tensor", scale=x_scale.reshape(1))
         scales = expert_scales(gate_up, down, gate_up_scale, down_scale, block)
-        options = {"x_scale": x_scale, "gate_up_scale": scales[0], "down_scale": scales[1]}
+        options = {"x_scale": x_scale if block else x_scale.reshape(1), "gate_up_scale": scales[0], "down_scale": scales[1]}
         if not block:
-            options["act_scale"] = act_scale
+            options["act_scale"] = act_scale.reshape(-1)
     return vivace.fused_moe(x, gate_up, down, ids.to(torch.int32), weights.float(), out=out, **options)

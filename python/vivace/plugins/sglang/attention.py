@@ -17,6 +17,10 @@ from sglang.srt.runtime_context import get_parallel
 from .. import serving
 
 
+# Modes whose requests are causal chunks of prompts. ForwardMode.is_extend() names more: a draft's verification, blocks of a diffusion model.
+_EXTENDS = ("EXTEND", "MIXED", "SPLIT_PREFILL")
+
+
 @dataclass
 class _Step:
     kv_lengths: torch.Tensor
@@ -41,7 +45,7 @@ class VivaceAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_requests = model_runner.req_to_token_pool.size
         self.max_pages = -(-model.context_len // self.page_size)
-        ranks = get_parallel().tp_size
+        ranks = get_parallel().attn_tp_size  # fewer than tp_size with --enable-dp-attention
         self.heads_q, self.heads_kv = model.num_attention_heads // ranks, model.get_num_kv_heads(ranks)
         self.head_dim, self.q_dtype, self.kv_dtype = model.head_dim, model_runner.dtype, model_runner.kv_cache_dtype
         self._one = torch.ones(1, dtype=torch.float32, device=self.device)
@@ -63,6 +67,12 @@ class VivaceAttnBackend(AttentionBackend):
             found.append(f"activations of {model_runner.dtype}; pass --dtype bfloat16")
         if getattr(model_runner, "sliding_window_size", None):
             found.append("layers with windows of different sizes, which keep pools of their own")
+        parallel = get_parallel()
+        if parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1:
+            found.append("context parallelism")
+        layout = getattr(model_runner.token_to_kv_pool, "kv_cache_layout", "nhd")
+        if layout != "nhd":
+            found.append(f"a pool of the layout {layout}, nhd is known; unset SGLANG_USE_HND_KVCACHE and what else chooses one")
         return found
 
     def _plan_for(self, max_requests: int) -> serving.DecodePlan:
@@ -91,11 +101,11 @@ class VivaceAttnBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_decode_or_idle():
             self._plan.write(step.kv_lengths, step.query_start)
-        elif mode.is_extend():
+        elif mode.name in _EXTENDS:
             step.query_start = torch.nn.functional.pad(torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32), (1, 0))
             step.max_query_tokens = int(max(forward_batch.extend_seq_lens_cpu))
         else:
-            raise NotImplementedError(f"vivace: forward mode {mode} is not known")
+            raise NotImplementedError(f"vivace: forward mode {mode.name} is not known")
         self.forward_metadata = step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -105,7 +115,7 @@ class VivaceAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         if not forward_batch.forward_mode.is_decode_or_idle():
-            raise NotImplementedError(f"vivace: CUDA graphs of forward mode {forward_batch.forward_mode} are not known; they are decode's")
+            raise NotImplementedError(f"vivace: CUDA graphs of forward mode {forward_batch.forward_mode.name} are not known; they are decode's")
         whole, rows = self._graph, forward_batch.batch_size
         self.forward_metadata = _Step(whole.kv_lengths[:rows], whole.page_table[:rows], self._every_request[:rows + 1])
 
@@ -123,10 +133,9 @@ class VivaceAttnBackend(AttentionBackend):
     def _attention(self, layer: Any) -> serving.Attention:
         known = getattr(layer, "_vivace", None)
         if known is None:
-            if layer.is_cross_attention or layer.head_dim != layer.v_head_dim:
-                raise NotImplementedError(f"vivace: layer {layer.layer_id} is cross attention, or its values have another width than its keys")
-            if layer.sliding_window_size is not None and layer.sliding_window_size > 0:
-                raise NotImplementedError(f"vivace: layer {layer.layer_id} has a window of {layer.sliding_window_size}")
+            problem = _problem_of(layer)
+            if problem:
+                raise NotImplementedError(f"vivace: layer {layer.layer_id} has {problem}")
             known = layer._vivace = serving.Attention(softmax_scale=layer.scaling, soft_cap=layer.logit_cap or 0.0)
         return known
 
@@ -142,20 +151,49 @@ class VivaceAttnBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, layer.k_scale, layer.v_scale)
 
     def forward_decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-                       **kwargs: Any) -> torch.Tensor:
+                       *, sinks: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
+        _refuse(others)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         keys, values, scales = self._cache(layer)
         step, rows = self.forward_metadata, q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(rows)
-        self._attention(layer).decode(self._plan, rows, keys, values, step.page_table, step.kv_lengths, step.query_start, out, **scales)
+        self._attention(layer).decode(self._plan, rows, keys, values, step.page_table, step.kv_lengths, step.query_start, out,
+                                     sinks=None if sinks is None else sinks.float(), **scales)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
     def forward_extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-                       **kwargs: Any) -> torch.Tensor:
+                       *, sinks: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
+        _refuse(others)
         self._save(k, v, layer, forward_batch, save_kv_cache)
         keys, values, scales = self._cache(layer)
         step, rows = self.forward_metadata, q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(rows)
         self._attention(layer).prefill(rows, keys, values, step.page_table, step.kv_lengths, step.query_start, out,
-                                       max_query_tokens=step.max_query_tokens, **scales)
+                                       max_query_tokens=step.max_query_tokens, sinks=None if sinks is None else sinks.float(), **scales)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+
+def _problem_of(layer: Any) -> str:
+    """What of a layer is not known here; "" when all is."""
+    if layer.is_cross_attention or layer.attn_type.value != "decoder":
+        return f"attention of type {'cross' if layer.is_cross_attention else layer.attn_type.value}, a decoder's is known"
+    if layer.head_dim != layer.v_head_dim:
+        return f"keys of {layer.head_dim} and values of {layer.v_head_dim}"
+    if layer.sliding_window_size is not None and layer.sliding_window_size > 0:
+        return f"a window of {layer.sliding_window_size}"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"logits capped by {layer.logit_capping_method}, tanh is known"
+    if layer.xai_temperature_len is not None and layer.xai_temperature_len > 0:
+        return "a temperature by length"
+    if layer.use_irope:
+        return "attention within chunks (irope)"
+    if layer.pos_encoding_mode != "NONE":
+        return f"positions encoded as {layer.pos_encoding_mode}"
+    return ""
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """What a model hands to its attention beside queries, keys, values and sinks."""
+    given = [name for name, value in others.items() if value is not None and value is not False]
+    if given:
+        raise NotImplementedError(f"vivace: attention with {', '.join(given)} is not known")

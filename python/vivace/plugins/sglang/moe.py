@@ -47,13 +47,13 @@ def apply_fp8(original: Any, self: Any, layer: torch.nn.Module, dispatch_output:
 
 
 def problems(config: Any) -> list[str]:
-    """What of a layer's configuration is not known here."""
+    """What of a layer's configuration is not known here. gate_up_interleaved, true by default, counts with gemm1_alpha alone."""
     found = []
     if config.activation != "silu" or not config.is_gated:
         found.append(f"activation {config.activation}{'' if config.is_gated else ' without a gate'}; silu with a gate is known")
-    for name in ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"):
+    for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit"):
         if getattr(config, name, None) is not None:
-            found.append(f"{name}")
+            found.append(name)
     for name in ("apply_router_weight_on_input", "no_combine"):
         if getattr(config, name, False):
             found.append(name)
@@ -90,6 +90,11 @@ def _core_class() -> type:
                 raise NotImplementedError("vivace: LoRA on experts is not known")
             if quant_info.b13 is not None or quant_info.b2 is not None:
                 raise NotImplementedError("vivace: experts with a bias are not known")
+            if quant_info.block_shape is not None and list(quant_info.block_shape) != [128, 128]:
+                raise NotImplementedError(f"vivace: experts with blocks of {quant_info.block_shape}, [128, 128] is known")
+            for name in ("use_mxfp8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16", "per_channel_quant", "fuse_swiglu_interleaved"):
+                if getattr(quant_info, name, False):
+                    raise NotImplementedError(f"vivace: experts with {name} are not known")
             x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
             out = x if runner_config.inplace and x.is_contiguous() and quant_info.use_fp8_w8a8 else torch.empty_like(x)
             serving.experts(x, quant_info.w13_weight, quant_info.w2_weight, topk.topk_ids, topk.topk_weights,

@@ -19,6 +19,8 @@ def takes(config: Any, router_logits: torch.Tensor, others: dict[str, Any]) -> b
     return (config.scoring_func in ("softmax", "sigmoid") and config.custom_routing_function is None and not config.torch_native
             and config.num_shared_topk_slots == 0
             and not (config.scoring_func == "softmax" and (config.correction_bias is not None or config.use_grouped_topk))
+            # Without a bias SGLang scores a group by its best expert, route_top_k by its best two.
+            and not (config.use_grouped_topk and config.correction_bias is None and (config.num_expert_group or 1) > 1)
             and router_logits.dtype in (torch.float32, torch.bfloat16)
             and all(value is None for name, value in others.items() if name not in ("layer_id", "num_token_non_padded")))
 

@@ -1,5 +1,4 @@
-"""vLLM's attention backend CUSTOM: decode by the device-built schedule, prefill by attention_prefill, and the prologue that norms,
-rotates and writes keys and values in one kernel.
+"""vLLM's attention backend CUSTOM: decode by the device-built schedule, prefill by attention_prefill.
 
 A cache is used where it lies, by its strides: any block size that is a multiple of 16, keys and values of a block side by side.
 """
@@ -126,7 +125,7 @@ class VivaceBackend(AttentionBackend):
 
 
 class VivaceImpl(AttentionImpl[VivaceMetadata]):
-    """One layer. Keys and values are written by do_kv_cache_update, or with norm and rotation by the fused prologue."""
+    """One layer. Keys and values are written by do_kv_cache_update."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
                  sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
@@ -141,7 +140,19 @@ class VivaceImpl(AttentionImpl[VivaceMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
-        self.attention = serving.Attention(softmax_scale=self.scale, window=sliding_window or 0, soft_cap=logits_soft_cap or 0.0, sinks=sinks)
+        self.attention = serving.Attention(softmax_scale=self.scale, window=sliding_window or 0, soft_cap=logits_soft_cap or 0.0)
+        self._given_sinks, self.sinks = sinks, None if sinks is None else sinks.detach().float()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Sinks are parameters in the model's type, the operator takes f32: they are copied once they are loaded, and when they are
+        loaded again into the memory that graphs have."""
+        if self._given_sinks is None:
+            return
+        loaded = self._given_sinks.detach().float()
+        if self.sinks.device == loaded.device:
+            self.sinks.copy_(loaded)
+        else:
+            self.sinks = loaded
 
     def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[blocks, heads, block_size, 2 * head_size], in whatever order it lies, as keys and values [blocks, block_size, heads, head_size]."""
@@ -163,30 +174,14 @@ class VivaceImpl(AttentionImpl[VivaceMetadata]):
             return output.fill_(0)
         step = attn_metadata
         k, v = self._split(kv_cache)
-        scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        options = {"k_scale": layer._k_scale, "v_scale": layer._v_scale, "sinks": self.sinks}
         q = query.view(-1, self.num_heads, self.head_size)
         out = output.view(-1, self.num_heads, self.head_size)
         if step.decodes:
             self.attention.decode(step.plan, q[:step.decode_tokens], k, v, step.page_table[:step.decodes], step.kv_lengths[:step.decodes],
-                                  step.query_start[:step.decodes + 1], out[:step.decode_tokens], **scales)
+                                  step.query_start[:step.decodes + 1], out[:step.decode_tokens], **options)
         if step.prefills:
             rows = slice(step.decode_tokens, step.tokens)
             self.attention.prefill(q[rows], k, v, step.page_table[step.decodes:], step.kv_lengths[step.decodes:], step.prefill_start,
-                                   out[rows], max_query_tokens=step.max_query_len, **scales)
+                                   out[rows], max_query_tokens=step.max_query_len, **options)
         return output
-
-    def fused_qk_norm_rope_kvcache_supported(self) -> bool:
-        return self.kv_sharing_target_layer_name is None
-
-    def do_qk_norm_rope_kvcache_update(self, layer: Any, qkv: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor,
-                                       positions: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, rms_norm_eps: float,
-                                       cos_sin_cache: torch.Tensor, is_neox: bool, kv_cache: torch.Tensor,
-                                       layer_slot_mapping: torch.Tensor) -> None:
-        """Norm, rotation and cache in one kernel; k_out is left alone, since attention reads the cache."""
-        k, v = self._split(kv_cache)
-        tokens = layer_slot_mapping.shape[0]
-        scales = {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)} if k.dtype == torch.float8_e4m3fn else {}
-        vivace.attention_prologue(qkv[:tokens], layer_slot_mapping.to(torch.int64), k, v,
-                                  q=q_out.view(-1, self.num_heads, self.head_size)[:tokens], q_norm_weight=q_weight, k_norm_weight=k_weight,
-                                  qk_norm="norm_then_rope", cos_sin=cos_sin_cache.float(), positions=positions[:tokens].to(torch.int32),
-                                  rope_style="neox" if is_neox else "interleaved", eps=rms_norm_eps, **scales)

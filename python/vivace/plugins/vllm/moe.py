@@ -27,6 +27,15 @@ def register() -> None:
     fp8.backend_to_kernel_cls = backend_to_kernel_cls
 
 
+def problems(moe_config: Any, quant_config: Any = None) -> list[str]:
+    """What of a layer's configuration is not known here: what changes SiLU(gate) * up, and biases."""
+    found = [name for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta", "activation_situ_linear_beta")
+             if getattr(moe_config, name, None) is not None]
+    found += [name for name in ("gemm1_clamp_limit", "gemm1_alpha", "gemm1_beta", "w1_bias", "w2_bias")
+              if getattr(quant_config, name, None) is not None]
+    return found + ["has_bias"] * bool(getattr(moe_config, "has_bias", False))
+
+
 _class: type | None = None
 
 
@@ -43,6 +52,19 @@ def _experts_class() -> type:
 
     class VivaceExperts(mk.FusedMoEExpertsModular):
         """FP8 experts, with one scale a tensor or one per 128 x 128; ids of other ranks are skipped."""
+
+        def __init__(self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None) -> None:
+            super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
+            found = problems(moe_config, quant_config)
+            if found:
+                raise NotImplementedError(f"vivace: experts with {', '.join(found)} are not known")
+
+        @staticmethod
+        def is_supported_config(cls: type, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any) -> tuple[bool, str | None]:
+            found = problems(moe_config)
+            if found:
+                return False, f"kernel does not support {', '.join(found)}"
+            return mk.FusedMoEExpertsModular.is_supported_config(cls, moe_config, weight_key, activation_key, activation_format)
 
         @staticmethod
         def activation_format() -> Any:
