@@ -83,23 +83,21 @@ def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
     prefer   "OP=ROW[,OP=ROW...]": only rows of that name, or with that prefix up to a dot, are tried for OP; a call that they
              refuse is an error with their reasons. "": each table's order.
     """
-    global _context
-    wanted = dict(_options)
-    if threads is not None:
-        wanted["threads"] = threads
-    if prefer is not None:
-        wanted["prefer"] = prefer
-    made = _make_context(**wanted)
+    global _context, _streams
     with _lock:
+        wanted = dict(_options)
+        if threads is not None:
+            wanted["threads"] = threads
+        if prefer is not None:
+            wanted["prefer"] = prefer
+        _context = _make_context(**wanted)
         _options.update(wanted)
-        _context = made
-    _streams.clear()
+        _streams = {}  # after the context: who finds these streams finds it too
 
 
 def _after_fork() -> None:
-    global _context, _lock
-    _context, _lock = None, threading.Lock()  # the parent's threads are not here
-    _streams.clear()
+    global _context, _lock, _streams
+    _context, _lock, _streams = None, threading.Lock(), {}  # the parent's threads are not here
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -112,13 +110,14 @@ _streams: dict[tuple[int, ...] | None, bytes] = {}
 
 def stream_bytes(place: tuple[int, ...] | None) -> bytes:
     """A vivace_stream: the CPU for None, else (ordinal, handle) of a CUDA stream, in questions also its compute capability."""
-    found = _streams.get(place)
+    streams = _streams  # configure puts another in its place: what is added here late is then found by nobody
+    found = streams.get(place)
     if found is None:
         ordinal, handle, *capability = place or (0, 0)
         found = _STREAM.pack(_arrays.CPU if place is None else _arrays.CUDA, ordinal, *(capability or (0,)), 0, handle, context())
-        if len(_streams) > 256:  # handles of streams that are gone
-            _streams.clear()
-        _streams[place] = found
+        if len(streams) > 256:  # handles of streams that are gone
+            streams.clear()
+        streams[place] = found
     return found
 
 
@@ -185,8 +184,11 @@ class Entry:
                 parts[i + 1] = describe(value)
             else:
                 parts[i + 1] = other(value)
-        for first, end, pack in self._numbers:
-            parts[first + 1] = pack(*values[first:end])
+        try:
+            for first, end, pack in self._numbers:
+                parts[first + 1] = pack(*values[first:end])
+        except struct.error as error:
+            raise ValueError(f"{self.operator.name}: {', '.join(a.name for a in self.operator.arguments[first:end])}: {error}") from None
         return parts
 
     def _call(self, values: tuple) -> tuple[list[bytes], bytes]:

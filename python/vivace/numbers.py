@@ -33,8 +33,10 @@ def f32(values: Any) -> Any:
         return numpy.asarray(values).astype("float32")
     if values.dtype == "bf16":
         return (values.array.astype("uint32") << 16).view("float32")
+    if values.dtype in ("f16", "f32"):
+        return values.array.view({"f16": "float16", "f32": "float32"}[values.dtype]).astype("float32")
     if values.dtype != "fp8_e4m3":
-        raise ValueError(f"vivace.numbers.f32: the type is {values.dtype}, needs bf16, fp8_e4m3 or a type of NumPy's")
+        raise ValueError(f"vivace.numbers.f32: the type is {values.dtype}, needs f32, bf16, f16, fp8_e4m3 or a type of NumPy's")
     bits = values.array.astype("int32")
     exponent, fraction = (bits >> 3) & 15, bits & 7
     magnitude = numpy.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0**(exponent - 7.0))

@@ -49,11 +49,7 @@ class Operator(Generic[P, R]):
         functools.update_wrapper(self, build)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            values, result = self._build(*args, **kwargs)
-        except AttributeError:
-            _arrays.library_of(args[0])  # TypeError: it is no array
-            raise
+        values, result = self._built(args, kwargs)
         torch_ops = sys.modules.get("vivace.torch_ops")
         if torch_ops is not None and isinstance(values[0], torch_ops.torch.Tensor):
             torch_ops.run(self.name, values)
@@ -61,17 +57,24 @@ class Operator(Generic[P, R]):
             _library.ENTRIES[self.name].run(values)
         return result
 
+    def _built(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        try:
+            return self._build(*args, **kwargs)
+        except AttributeError as error:
+            _arrays.library_of(error.obj)  # TypeError: it is no array
+            raise
+
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
         """Which row would run this call, and why those before it would not."""
-        return _library.ENTRIES[self.name].explain(self._build(*args, **kwargs)[0])
+        return _library.ENTRIES[self.name].explain(self._built(args, kwargs)[0])
 
     def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost:
         """What this call must move and compute at least."""
-        return _library.ENTRIES[self.name].cost(self._build(*args, **kwargs)[0])
+        return _library.ENTRIES[self.name].cost(self._built(args, kwargs)[0])
 
     def workspace_bytes(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """The scratch that this call needs."""
-        return _library.ENTRIES[self.name].workspace_bytes(self._build(*args, **kwargs)[0])
+        return _library.ENTRIES[self.name].workspace_bytes(self._built(args, kwargs)[0])
 
     def __repr__(self) -> str:
         return f"<vivace operator {self.name}>"
@@ -292,6 +295,11 @@ class RouterWeight(NamedTuple):
     scaled: bool = False
 
 
+def _signed(version: int) -> int:
+    """A version, which C has as uint64, in the bits of the int64 that numbers are packed as."""
+    return version - 2**64 if version >= 2**63 else version
+
+
 class _RouterWeightSource(ctypes.Structure):
     _fields_ = [("struct_bytes", ctypes.c_size_t), ("weight", ctypes.c_char * _arrays.TENSOR_BYTES),
                 ("storage", ctypes.c_char * _arrays.TENSOR_BYTES), ("mode", ctypes.c_int64), ("version", ctypes.c_uint64)]
@@ -349,7 +357,8 @@ def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, we
         out = empty(x, (x.shape[0], terms[0].shape[0]), out_dtype)
     version = weight.version if weight_version is None else weight_version
     return (x, *terms, *((None,) * (3 - len(terms))), len(terms), int(weight.scaled),
-            _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES), weight.version, bias, out, version, int(batch_invariant),
+            _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES), _signed(weight.version), bias, out,
+            _signed(version), int(batch_invariant),
             int(weight_ready)), out
 
 

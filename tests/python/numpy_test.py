@@ -96,6 +96,12 @@ class Arrays(unittest.TestCase):
             vivace.rms_norm(np.ones((1, 8), ">f4"), np.ones(8, "float32"))
         with self.assertRaisesRegex(TypeError, "builtins.list"):
             vivace.rms_norm([[1.0]], np.ones(1, "float32"))
+        for call in (vivace.rms_norm, vivace.rms_norm.explain, vivace.rms_norm.cost):
+            with self.assertRaisesRegex(TypeError, "builtins.list"):
+                call(x=[[1.0]], weight=[1.0])
+        with self.assertRaisesRegex(ValueError, "decode_schedule: params_"):
+            vivace.decode_schedule(np.ones(1, "int32"), np.array([0, 1], "int32"), vivace.DecodeScheduleParams(window=2**63),
+                                   out=np.zeros(64, "int32"))
         with self.assertRaisesRegex(ValueError, "6 dimensions"):
             vivace.rms_norm(np.ones((1,) * 6, "float32"), np.ones(8, "float32"), out=np.ones(1, "float32"))
 
@@ -148,6 +154,15 @@ class Arrays(unittest.TestCase):
         self.assertTrue(np.array_equal(vivace.numbers.f32(vivace.numbers.bf16([1.00390625, 1.01171875, np.inf])),
                                        np.array([1.0, 1.015625, np.inf], "float32")))
         self.assertTrue(np.isnan(vivace.numbers.f32(vivace.numbers.bf16([np.nan]))).all())
+        for half in (values.clip(-448, 448).astype("float16"), values.clip(-448, 448).astype("float16").view("uint16")):
+            self.assertTrue(np.array_equal(vivace.numbers.f32(vivace.Typed(half, "f16")), half.view("float16").astype("float32")))
+
+    def test_versions_of_64_bits(self):
+        x, last = np.ones((1, 64), "float32"), 2**64 - 1
+        weight = vivace.prepare_router_weight(np.ones((4, 64), "float32"), version=last)
+        self.assertTrue((vivace.router_gemm(x, weight, weight_version=last) == 64).all())
+        with self.assertRaisesRegex(ValueError, "version"):
+            vivace.router_gemm(x, weight, weight_version=last - 1)
 
 
 class Errors(unittest.TestCase):
@@ -204,6 +219,28 @@ class Processes(unittest.TestCase):
         for thread in threads:
             thread.join()
         self.assertEqual(wrong, [])
+
+    def test_settings_hold_from_their_return_on(self):
+        x, weight, done = np.ones((1, 8), "float32"), np.ones(8, "float32"), threading.Event()
+
+        def work():
+            while not done.is_set():
+                vivace.rms_norm(x, weight)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for i in range(40):
+                row = ("reference", "cpu")[i % 2]
+                vivace.configure(prefer=f"rms_norm={row}")
+                vivace.rms_norm(x, weight)
+                self.assertTrue(all(count["row"].startswith(row) for count in vivace.counts()), vivace.counts())
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+            vivace.configure(prefer="")
 
     def test_a_forked_child_works(self):
         code = ("import os, numpy as np, vivace\n"

@@ -50,7 +50,9 @@ CLIENT = textwrap.dedent("""
 
 class Verify(unittest.TestCase):
     def setUp(self):
-        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
         (self.folder / "server.py").write_text(SERVER)
         (self.folder / "client.py").write_text(CLIENT)
         engine = verify.Engine(serve=(sys.executable, str(self.folder / "server.py"), "{port}"), plugin=("--plugin",),

@@ -57,11 +57,11 @@ class Wheel(unittest.TestCase):
             self.assertTrue(callable(points[0].load()))
 
     def test_import_is_quick_and_brings_neither_numpy_nor_torch(self):
-        code = ("import sys, time; start = time.perf_counter(); import vivace; print(time.perf_counter() - start, "
+        code = ("import sys, time; start = time.process_time(); import vivace; print(time.process_time() - start, "
                 "'numpy' in sys.modules, 'torch' in sys.modules)")
-        seconds, *others = min(python(code).split() for _ in range(5))
-        self.assertLess(float(seconds), 0.3)
-        self.assertEqual(others, ["False", "False"])
+        runs = [python(code).split() for _ in range(5)]
+        self.assertLess(min(float(seconds) for seconds, *_ in runs), 0.3)  # of the processor: other work on the machine does not count
+        self.assertEqual({tuple(others) for _, *others in runs}, {("False", "False")})
 
     def test_public_functions_have_types_and_text(self):
         import vivace
