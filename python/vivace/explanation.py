@@ -16,19 +16,18 @@ from typing import Any, Mapping, NamedTuple
 from . import build
 from ._arrays import Shape
 from ._library import Choice
-from .ops import (DecodeScheduleParams, RouterWeight, attention_decode, attention_prefill, attention_prologue, fused_moe, route_top_k,
-                  router_gemm)
+from .ops import DecodeScheduleParams, RouterWeight, attention_decode, attention_prefill, fused_moe, route_top_k, router_gemm
 
 BATCHES = (1, 8, 32, 64)
 PROMPT = 2048
+ENGINES = ("vLLM", "SGLang")
 
 # What is known of when a part pays; figures, and the commands behind them, stand in the operators' pages.
 PAYS = {
     "decode attention": "batches of mixed lengths most: the schedule cuts one long request over the chip",
     "prefill attention": "not faster than the engines' own on an H200 yet; --decode-attention-backend leaves extend to the engine",
-    "prologue": "in vLLM, where its compile pass fuses QK norm, rotation and the cache; one kernel for four",
     "experts": "in decode steps on Hopper, up to 128 tokens and ten rows an expert; measure before choosing it for prompts",
-    "router logits": "with fp32 router weights; fp32 accuracy on bf16 tensor cores",
+    "router logits": "where logits are asked for in fp32; fp32 accuracy of gates with bf16 weights, on bf16 tensor cores",
     "choice of experts": "one kernel for softmax or sigmoid, bias, groups and renormalisation",
 }
 
@@ -41,6 +40,7 @@ class Part(NamedTuple):
     size: str
     choice: Choice | None  # None: not asked, see `reason`
     reason: str = ""
+    refused: Mapping[str, str] = {}  # the engines whose plugin leaves the part alone in this model, and why
 
     @property
     def taken(self) -> bool:
@@ -58,6 +58,7 @@ class Explanation(NamedTuple):
         for name in dict.fromkeys(part.name for part in self.parts):
             parts = [part for part in self.parts if part.name == name]
             lines.append(f"\n{name} ({parts[0].operator}): {PAYS[name]}")
+            lines += [f"  not in {engine}: {why}" for engine, why in parts[0].refused.items()]
             for part in parts:
                 if part.taken:
                     lines.append(f"  {part.size:<24} {part.choice.row}")
@@ -103,6 +104,7 @@ def explain(model_config: Any, *, tp: int = 1, page_tokens: int = 64, kv_dtype: 
     where = {"device": "cuda", "compute_capability": compute_capability}
     fp8_kv = kv_dtype == "fp8_e4m3"
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    windows = {"SGLang": f"layers with a window of {window} have pools of their own"} if window else {}
 
     def shape(extents: tuple[int, ...], dtype: str = "bf16") -> Shape:
         return Shape(extents, dtype, **where)
@@ -122,17 +124,11 @@ def explain(model_config: Any, *, tp: int = 1, page_tokens: int = 64, kv_dtype: 
             continue
         parts.append(Part("decode attention", "attention_decode", size, attention_decode.explain(
             q, cache, cache, pages, shape((batch,), "i32"), shape((batch + 1,), "i32"), shape((4096,), "i32"),
-            DecodeScheduleParams(heads_kv, workers=132), **scales)))
+            DecodeScheduleParams(heads_kv, workers=132), **scales), refused=windows))
     if not mla:
         q = shape((PROMPT, heads_q, head_dim))
         parts.append(Part("prefill attention", "attention_prefill", f"{PROMPT} tokens", attention_prefill.explain(
-            q, cache, cache, shape((1, 64), "i32"), shape((1,), "i32"), shape((2,), "i32"), **scales)))
-        norm = shape((head_dim,))
-        parts.append(Part("prologue", "attention_prologue", "any", attention_prologue.explain(
-            shape((1, (heads_q + 2 * heads_kv) * head_dim)), shape((1,), "i64"), cache, cache, cos_sin=shape((4096, head_dim), "f32"),
-            positions=shape((1,), "i32"), q_norm_weight=norm, k_norm_weight=norm, **scales)))
-    if window:
-        notes.append(f"layers with a window of {window}: taken in vLLM; SGLang keeps pools of their own for them and the plugin refuses")
+            q, cache, cache, shape((1, 64), "i32"), shape((1,), "i32"), shape((2,), "i32"), **scales), refused=windows))
 
     experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
     if experts:
@@ -144,6 +140,44 @@ def explain(model_config: Any, *, tp: int = 1, page_tokens: int = 64, kv_dtype: 
                              f"{page_tokens} tokens, keys and values in {kv_dtype}", tuple(parts), tuple(notes))
 
 
+def _experts_refused(config: Mapping[str, Any], hidden: int) -> dict[str, str]:
+    """Which engines' plugins leave the experts alone, and why: what serving.experts and the engines' moe.problems() refuse."""
+    quantised = config.get("quantization_config") or {}
+    block = quantised.get("weight_block_size")
+    activation = _first(config, "hidden_act", "hidden_activation", default="silu")
+    why = ""
+    if activation not in ("silu", "swish"):
+        why = f"activation {activation}, silu is known"
+    elif config.get("mlp_bias") or config.get("model_type") == "gpt_oss":
+        why = "experts with a bias"
+    elif _first(config, "swiglu_limit", "swiglu_limits", "swiglu_alpha") is not None:
+        why = "a limit or factor of SwiGLU"
+    elif quantised.get("quant_method") == "fp8" and not block and quantised.get("activation_scheme", "dynamic") != "static":
+        why = "fp8 with one scale a tensor and none of activations; dynamic scales are known with blocks of 128"
+    elif block and list(block) != [128, 128]:
+        why = f"blocks of {block}, [128, 128] is known"
+    if why:
+        return dict.fromkeys(ENGINES, why)
+    if not quantised:
+        return {"vLLM": "experts in bf16, fp8 is known"}
+    return {"vLLM": f"a hidden size of {hidden}, multiples of 128 are known"} if hidden % 128 else {}
+
+
+def _choice_refused(config: Mapping[str, Any]) -> dict[str, str]:
+    """The same of the choice of experts; what sglang.router.takes() refuses."""
+    scoring = str(_first(config, "scoring_func", default="softmax"))
+    bias = config.get("topk_method") == "noaux_tc" or bool(config.get("use_expert_bias"))
+    groups = (_first(config, "n_group", "num_expert_group", default=1) or 1) > 1
+    refused = {"vLLM": "its router stays as it is"}
+    if scoring not in ("softmax", "sigmoid"):
+        refused["SGLang"] = f"scores by {scoring}, softmax and sigmoid are known"
+    elif scoring == "softmax" and (bias or groups):
+        refused["SGLang"] = "softmax with a bias or groups"
+    elif groups and not bias:
+        refused["SGLang"] = "groups without a bias, which it scores by their best expert"
+    return refused
+
+
 def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shape: Any, parts: list[Part], notes: list[str]) -> None:
     top_k = _first(config, "num_experts_per_tok", "moe_topk", "top_k", default=1)
     whole = _first(config, "moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
@@ -152,10 +186,14 @@ def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shap
     quantised = config.get("quantization_config") or {}
     fp8, block = quantised.get("quant_method") == "fp8", bool(quantised.get("weight_block_size"))
     dtype = "fp8_e4m3" if fp8 else "bf16"
+    refused = _experts_refused(config, hidden)
     for tokens in (*BATCHES, PROMPT):
         size = f"{tokens} token{'s' if tokens > 1 else ''}"
         if quantised and not fp8:
             parts.append(Part("experts", "fused_moe", size, None, f"quantisation {quantised.get('quant_method')} is not known"))
+            continue
+        if len(refused) == len(ENGINES):
+            parts.append(Part("experts", "fused_moe", size, None, refused["vLLM"]))
             continue
         if fp8 and block and inner % 128:
             parts.append(Part("experts", "fused_moe", size, None,
@@ -170,12 +208,17 @@ def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shap
                         "act_scale": shape((1,), "f32")})
         parts.append(Part("experts", "fused_moe", size, fused_moe.explain(
             shape((tokens, hidden), dtype), shape((experts, 2 * inner, hidden), dtype), shape((experts, hidden, inner), dtype),
-            shape((tokens, top_k), "i32"), shape((tokens, top_k), "f32"), **options)))
+            shape((tokens, top_k), "i32"), shape((tokens, top_k), "f32"), **options), refused=refused))
+    chosen = _choice_refused(config)
     for tokens in (1, PROMPT):
         size = f"{tokens} token{'s' if tokens > 1 else ''}"
         parts.append(Part("router logits", "router_gemm", size,
-                          router_gemm.explain(shape((tokens, hidden)), RouterWeight((shape((experts, hidden)),), "exact"))))
-        parts.append(Part("choice of experts", "route_top_k", size, route_top_k.explain(shape((tokens, experts), "f32"), top_k)))
+                          router_gemm.explain(shape((tokens, hidden)), RouterWeight((shape((experts, hidden)),), "exact")),
+                          refused={"SGLang": "its router's product stays as it is"}))
+        if len(chosen) == len(ENGINES):
+            parts.append(Part("choice of experts", "route_top_k", size, None, chosen["SGLang"]))
+        else:
+            parts.append(Part("choice of experts", "route_top_k", size, route_top_k.explain(shape((tokens, experts), "f32"), top_k), refused=chosen))
     if _first(config, "n_shared_experts", "num_shared_expert"):
         notes.append("shared experts stay with the engine: neither hands them to a runner")
 

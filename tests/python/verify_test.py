@@ -100,7 +100,7 @@ class Explain(unittest.TestCase):
     def test_every_part_is_named(self):
         answer = vivace.explain(QWEN)
         self.assertEqual({part.operator for part in answer.parts},
-                         {"attention_decode", "attention_prefill", "attention_prologue", "fused_moe", "router_gemm", "route_top_k"})
+                         {"attention_decode", "attention_prefill", "fused_moe", "router_gemm", "route_top_k"})
         if vivace.build()["cuda"]:
             self.assertTrue(all(part.taken for part in answer.parts), str(answer))
             self.assertIn("sm90.warps", str(answer))
@@ -113,7 +113,24 @@ class Explain(unittest.TestCase):
         self.assertIn("share a block of scales", str(vivace.explain({**QWEN, "quantization_config": fp8}, tp=4)))
         self.assertIn("quantisation awq is not known", str(vivace.explain({**QWEN, "quantization_config": {"quant_method": "awq"}})))
         self.assertIn("latent attention (MLA)", str(vivace.explain({**QWEN, "kv_lora_rank": 512})))
-        self.assertIn("a window of 4096", str(vivace.explain({**QWEN, "sliding_window": 4096})))
+        self.assertIn("not in SGLang: layers with a window of 4096", str(vivace.explain({**QWEN, "sliding_window": 4096})))
+
+    def test_what_the_plugins_refuse_is_not_called_taken(self):
+        fp8 = {"quant_method": "fp8"}
+        for changes, operator, words in (
+                ({"quantization_config": fp8}, "fused_moe", "dynamic scales are known with blocks"),
+                ({"quantization_config": {**fp8, "weight_block_size": [64, 64]}}, "fused_moe", "blocks of"),
+                ({"hidden_act": "gelu"}, "fused_moe", "activation gelu"), ({"mlp_bias": True}, "fused_moe", "bias"),
+                ({"swiglu_limit": 7.0}, "fused_moe", "SwiGLU"), ({"scoring_func": "sqrtsoftplus"}, "route_top_k", "sqrtsoftplus"),
+                ({"scoring_func": "sigmoid", "n_group": 8}, "route_top_k", "best expert")):
+            parts = [part for part in vivace.explain({**QWEN, **changes}).parts if part.operator == operator]
+            self.assertTrue(parts and not any(part.taken for part in parts), changes)
+            self.assertIn(words, parts[0].reason)
+        for changes, operator, engine in (({}, "fused_moe", "vLLM"), ({}, "router_gemm", "SGLang"), ({}, "route_top_k", "vLLM")):
+            self.assertEqual({name for part in vivace.explain({**QWEN, **changes}).parts if part.operator == operator for name in part.refused},
+                             {engine})
+        static = {**QWEN, "quantization_config": {**fp8, "activation_scheme": "static"}}
+        self.assertFalse(any(part.refused for part in vivace.explain(static).parts if part.operator == "fused_moe"))
 
     def test_where_the_configuration_comes_from(self):
         with tempfile.TemporaryDirectory() as folder:
