@@ -14,6 +14,7 @@ could not be run; the engine's log then says why.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import pathlib
@@ -71,6 +72,8 @@ class Trouble(Exception):
 class Server:
     """An engine's server while the block lasts."""
 
+    grace_s = 30.0
+
     def __init__(self, command: Sequence[str], environment: dict[str, str], port: int, log: pathlib.Path, patience_s: float) -> None:
         self.command, self.environment, self.port, self.log, self.patience_s = command, environment, port, log, patience_s
 
@@ -101,23 +104,26 @@ class Server:
         raise Trouble(f"the server was not ready after {self.patience_s:.0f} s; its log is {self.log}")
 
     def __exit__(self, *unused: object) -> None:
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, kind)  # its own session: workers that it started end too
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                continue
+        """Ends the server and the workers that it started, which are of its session: all get grace_s to end in order."""
+        until = time.monotonic() + self.grace_s
+        try:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            while time.monotonic() < until:
+                self.process.poll()  # a child that ended is of the group until it was waited for
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
 
 
 def _tail(path: pathlib.Path, lines: int = 12) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
-def complete(port: int, model: str, prompt: list[int], tokens: int) -> str:
-    """Greedy text of one prompt, by OpenAI's API, which both engines have."""
+def complete(port: int, model: str, prompt: list[int], tokens: int, log: pathlib.Path) -> str:
+    """Greedy text of one prompt, by OpenAI's API, which both engines have. `log` is the server's, for when it gives none."""
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
     try:
@@ -125,6 +131,8 @@ def complete(port: int, model: str, prompt: list[int], tokens: int) -> str:
             return json.load(answer)["choices"][0]["text"]
     except urllib.error.HTTPError as error:
         raise Trouble(f"a completion was refused: {error.code}: {error.read(400).decode(errors='replace')}") from None
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        raise Trouble(f"a completion gave no text: {type(error).__name__}: {error}; the server's log is {log}, and ends with\n{_tail(log)}") from None
 
 
 def agreement(a: Sequence[str], b: Sequence[str]) -> dict[str, Any]:
@@ -156,8 +164,9 @@ def side(engine: Engine, name: str, args: argparse.Namespace, prompts: list[list
     flags = [*(engine.plugin if name == "plugin" else ()), *args.engine_flags]
     command = [part.format(**values) for part in engine.serve] + flags
     environment = {} if name == "plugin" else engine.without
-    with Server(command, environment, port, folder / f"verify.{name}.log", args.patience):
-        texts = [complete(port, args.model, prompt, args.output_len) for prompt in prompts]
+    log = folder / f"verify.{name}.log"
+    with Server(command, environment, port, log, args.patience):
+        texts = [complete(port, args.model, prompt, args.output_len, log) for prompt in prompts]
         path.unlink(missing_ok=True)
         _run([part.format(**values) for part in engine.client], environment)
         document = folder / f"verify.{name}.json"
@@ -222,7 +231,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=64)
     made.add_argument("--concurrency", type=int, default=16)
     made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--least-agreement", type=float, default=0.0, metavar="SHARE", help="of the common text")
+    made.add_argument("--least-agreement", type=float, default=0.1, metavar="SHARE",
+                      help="of the text before two greedy outputs part; near 0 when one side computes something else (default: %(default)s)")
     made.add_argument("--patience", type=float, default=900, metavar="S", help="for a server to be ready")
     made.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="for the engine's server")
     return made

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -20,6 +21,15 @@ SERVER = textwrap.dedent("""
     from http.server import BaseHTTPRequestHandler, HTTPServer
     if "--break" in sys.argv:
         sys.exit("no such model")
+    if "--slow-end" in sys.argv:
+        import signal, time
+        def end(*unused):
+            time.sleep(0.3)
+            open("ended", "w").close()
+            os._exit(0)
+        if os.fork() == 0:  # a worker, which ends in order after its parent
+            signal.signal(signal.SIGTERM, end)
+            signal.pause()
     plugin = "--plugin" in sys.argv
     assert plugin != (os.environ.get("NO_PLUGIN") == "1")
     class Handler(BaseHTTPRequestHandler):
@@ -31,6 +41,9 @@ SERVER = textwrap.dedent("""
         def do_GET(self):
             self.answer(b"")
         def do_POST(self):
+            if "--die" in sys.argv:
+                print("out of memory", flush=True)
+                os._exit(9)
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert asked["temperature"] == 0 and asked["ignore_eos"] and asked["model"] == "tiny"
             text = "".join(chr(97 + i % 26) for i in asked["prompt"][:asked["max_tokens"]])
@@ -86,6 +99,22 @@ class Verify(unittest.TestCase):
         code, _, err = self.run_it("--", "--break")
         self.assertEqual(code, 2)
         self.assertIn("no such model", err)
+
+    def test_a_server_that_dies_under_way_says_why(self):
+        code, _, err = self.run_it("--", "--die")
+        self.assertEqual(code, 2)
+        self.assertIn("out of memory", err)
+
+    def test_nothing_in_common_fails(self):
+        before, verify.agreement = verify.agreement, lambda a, b: {"compared": 8, "equal": 0, "common_share": 0.01}
+        self.addCleanup(setattr, verify, "agreement", before)
+        self.assertEqual(self.run_it()[0], 1)
+
+    def test_workers_have_time_to_end(self):
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.folder)
+        self.assertEqual(self.run_it("--", "--slow-end")[0], 0)
+        self.assertTrue((self.folder / "ended").exists())
 
     def test_agreement(self):
         self.assertEqual(verify.agreement(["abcd", "xy"], ["abcd", "xz"]), {"compared": 2, "equal": 1, "common_share": 0.75})
