@@ -147,16 +147,41 @@ _DL_CPU, _DL_DEVICES = 1, {1: CPU, 2: CUDA, 3: CPU, 13: CUDA}  # also pinned and
 _DL_TYPES = {(2, 32): 1, (2, 16): 2, (4, 16): 3, (10, 8): 4, (1, 8): 5, (6, 8): 5, (0, 32): 6, (1, 32): 6, (0, 64): 7}
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_capsule_name = ctypes.pythonapi.PyCapsule_GetName
+_capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+_VERSIONED = struct.Struct("=IIQQQ")  # version, context, deleter, flags; then the tensor
+_READ_ONLY, _IS_COPIED = 1, 2
 
 
-def _describe_dlpack(array: Any) -> bytes:
+class Described(bytes):
+    """A described array of another library, which holds its memory: kept until the call returns."""
+
+    capsule: Any
+    unwritable: str | None  # why it may not be written
+
+
+def _exported(array: Any, options: dict[str, Any]) -> tuple[Any, _DLTensor, int]:
+    """A capsule, the tensor in it, which it owns, and flags. Libraries older than DLPack 1.0 know no versions and have no flags."""
+    try:
+        capsule = array.__dlpack__(max_version=(1, 0), copy=False, **options)
+    except TypeError:
+        capsule = array.__dlpack__(**options)
+    if _capsule_name(capsule) != b"dltensor_versioned":
+        return capsule, _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), 0
+    address = _capsule_pointer(capsule, b"dltensor_versioned")
+    major, minor, _, _, flags = _VERSIONED.unpack(ctypes.string_at(address, _VERSIONED.size))
+    if major != 1:
+        raise ValueError(f"vivace: an array comes in version {major}.{minor} of DLPack, needs 1")
+    return capsule, _DLTensor.from_address(address + _VERSIONED.size), flags
+
+
+def _describe_dlpack(array: Any) -> Described:
     kind, ordinal = array.__dlpack_device__()
     device = _DL_DEVICES.get(kind)
     if device is None:
         raise ValueError(f"vivace: an array lies on a device of DLPack's kind {kind}, needs 1 (CPU) or 2 (CUDA)")
     # The library that made the array orders its own work before this stream; the legacy default stream is 1 there.
-    capsule = array.__dlpack__() if device == CPU else array.__dlpack__(stream=current_stream() or 1)
-    tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))  # borrowed: the capsule keeps its own claim
+    capsule, tensor, flags = _exported(array, {} if device == CPU else {"stream": current_stream() or 1})
     code = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if code is None:
         raise ValueError(f"vivace: an array has DLPack's type ({tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes), which is unknown here")
@@ -169,7 +194,10 @@ def _describe_dlpack(array: Any) -> bytes:
             strides.append(step)
             step *= extent
         strides.reverse()
-    return pack((tensor.data or 0) + tensor.byte_offset, code, device, ordinal if device == CUDA else 0, shape, strides)
+    described = Described(pack((tensor.data or 0) + tensor.byte_offset, code, device, ordinal if device == CUDA else 0, shape, strides))
+    described.capsule = capsule
+    described.unwritable = "is read-only" if flags & _READ_ONLY else "is a copy that its library made" if flags & _IS_COPIED else None
+    return described
 
 
 # --- the current stream of arrays that have none of their own ------------------------------------------------------------------

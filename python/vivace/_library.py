@@ -226,8 +226,7 @@ class Entry:
     def run(self, values: tuple) -> None:
         """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""
         parts, stream = self._call(values)
-        if stream[:4] == _ON_CPU:  # nothing else has read-only arrays
-            self._check_writable(values)
+        self._check_writable(values, parts, stream[:4] == _ON_CPU)
         place, scratch = self.operator.workspace, None
         if place is not None and values[place] is None:
             needed = self._needed(b"".join(parts), stream)
@@ -238,10 +237,14 @@ class Entry:
         if code:
             check(code)
 
-    def _check_writable(self, values: tuple) -> None:
+    def _check_writable(self, values: tuple, parts: list[bytes], on_cpu: bool) -> None:
+        """On a GPU only arrays that come by DLPack may be read-only."""
         for i in self._written:
-            if values[i] is not None and not _arrays.library_of(values[i]).writable(values[i]):
-                raise ValueError(f"{self.operator.name}: {self.operator.arguments[i].name} is written, but the array is read-only")
+            why = getattr(parts[i + 1], "unwritable", None)
+            if why is None and on_cpu and values[i] is not None and not _arrays.library_of(values[i]).writable(values[i]):
+                why = "is read-only"
+            if why is not None:
+                raise ValueError(f"{self.operator.name}: {self.operator.arguments[i].name} is written, but the array {why}")
 
     def _needed(self, args: bytes, stream: bytes) -> int:
         needed = ctypes.c_int64()

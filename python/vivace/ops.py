@@ -322,7 +322,8 @@ def prepare_router_weight(weight: Array, *, mode: str = "exact", version: int = 
         made = prepare_router_weight(weight.cpu(), mode=mode, version=version)
         return made._replace(terms=tuple(term.to(weight.device) for term in made.terms))
     experts, hidden = weight.shape
-    ctypes.memmove(ctypes.byref(source, _RouterWeightSource.weight.offset), _arrays.describe(weight), _arrays.TENSOR_BYTES)
+    described = _arrays.describe(weight)  # may hold the memory
+    ctypes.memmove(ctypes.byref(source, _RouterWeightSource.weight.offset), described, _arrays.TENSOR_BYTES)
     needed = ctypes.c_int64()
     _library.check(_library.LIBRARY.vivace_router_weight_bytes(ctypes.byref(source), ctypes.byref(needed)))
     storage = None

@@ -1,5 +1,6 @@
 """The operators on NumPy's arrays: results, refusals, threads and forks."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ package.need("numpy", "vivace")
 import cases  # noqa: E402
 import numpy as np  # noqa: E402
 import vivace  # noqa: E402
+from vivace import _arrays  # noqa: E402
 
 CASES = cases.cases()
 
@@ -146,6 +148,40 @@ class Arrays(unittest.TestCase):
         self.assertTrue(np.array_equal(out, vivace.rms_norm(x, weight)))
         with self.assertRaisesRegex(TypeError, "have to be given"):
             vivace.rms_norm(Other(x), Other(weight))
+
+    def test_dlpack_with_versions(self):
+        """Flags of version 1 are honoured, and what a capsule holds lives until the call returns."""
+        class Other:
+            def __init__(self, array, made=None):
+                self.array, self.shape, self.made = array, array.shape, made
+
+            def __dlpack__(self, *, max_version=None, copy=None, **options):
+                if self.made is None:
+                    return self.array.__dlpack__(max_version=max_version, copy=copy)
+                return self.made().__dlpack__(max_version=max_version)
+
+            def __dlpack_device__(self):
+                return self.array.__dlpack_device__()
+
+        x, weight, out = np.random.default_rng(4).standard_normal((64, 4096)).astype("float32"), np.ones(4096, "float32"), np.zeros((64, 4096), "float32")
+        fixed = x.copy()
+        fixed.flags.writeable = False
+        vivace.rms_norm(Other(fixed), Other(weight), out=Other(out))
+        self.assertTrue(np.array_equal(out, vivace.rms_norm(x, weight)))
+        with self.assertRaisesRegex(ValueError, "y is written, but the array is read-only"):
+            vivace.rms_norm(Other(x), Other(weight), out=Other(fixed))
+        copied = Other(out)
+        copied.__class__ = type("Copied", (Other,), {"__dlpack__": lambda self, **options: marked(Other.__dlpack__(self, **options))})
+
+        def marked(capsule):
+            ctypes.c_uint64.from_address(_arrays._capsule_pointer(capsule, b"dltensor_versioned") + 24).value |= 2
+            return capsule
+
+        with self.assertRaisesRegex(ValueError, "y is written, but the array is a copy"):
+            vivace.rms_norm(Other(x), Other(weight), out=copied)
+        out[:] = 0  # memory that nothing but the capsule holds
+        vivace.rms_norm(Other(x, made=x.copy), Other(weight, made=weight.copy), out=Other(out))
+        self.assertTrue(np.array_equal(out, vivace.rms_norm(x, weight)))
 
     def test_numbers(self):
         values = np.array([0, -0.0, 1, 448, 1e9, 2.0**-9, 3.14159, -0.3], "float32")
