@@ -72,14 +72,17 @@ class Typed:
 
 class Shape:
     """A contiguous array that is not there: for questions about a call (explain, cost, workspace_bytes) without its memory, and about a
-    GPU that this machine need not have.
+    GPU that this machine need not have. device is "cpu", "cuda" or "cuda:N".
     """
 
-    __slots__ = ("shape", "dtype", "device", "compute_capability")
+    __slots__ = ("shape", "dtype", "device", "compute_capability", "_ordinal")
 
     def __init__(self, shape: Sequence[int], dtype: str, device: str = "cpu", compute_capability: int = 0) -> None:
-        if dtype not in DTYPES or device not in ("cpu", "cuda"):
-            raise ValueError(f"vivace.Shape: dtype is {dtype!r} and device {device!r}, needs one of {', '.join(DTYPES)}, and 'cpu' or 'cuda'")
+        kind, colon, ordinal = device.partition(":")
+        if dtype not in DTYPES or not (device == "cpu" or kind == "cuda" and (ordinal.isdecimal() if colon else True)):
+            raise ValueError(f"vivace.Shape: dtype is {dtype!r} and device {device!r}, needs one of {', '.join(DTYPES)}, and 'cpu', 'cuda' or "
+                             "'cuda:N'")
+        self._ordinal = int(ordinal or 0)
         self.shape, self.dtype, self.device, self.compute_capability = tuple(shape), dtype, device, compute_capability
 
     def __repr__(self) -> str:
@@ -90,10 +93,10 @@ class Shape:
         for extent in reversed(self.shape):
             strides.append(step)
             step *= extent
-        return pack(0, DTYPES[self.dtype], CPU if self.device == "cpu" else CUDA, 0, self.shape, strides[::-1])
+        return pack(0, DTYPES[self.dtype], CPU if self.device == "cpu" else CUDA, self._ordinal, self.shape, strides[::-1])
 
     def _place(self) -> tuple[int, ...] | None:
-        return None if self.device == "cpu" else (0, 0, self.compute_capability)
+        return None if self.device == "cpu" else (self._ordinal, 0, self.compute_capability)
 
 
 # --- NumPy -------------------------------------------------------------------------------------------------------------------

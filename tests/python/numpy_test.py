@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -63,6 +64,12 @@ class Results(unittest.TestCase):
         self.assertIn(choice.row, str(choice))
         self.assertEqual(vivace.linear.cost(x, weight).flops, 2 * 4 * 64 * 8)
         self.assertEqual(vivace.rms_norm.workspace_bytes(x, np.ones(64, "float32")), 0)
+        for device, ordinal in (("cuda", 0), ("cuda:3", 3)):
+            self.assertEqual(_arrays.place_of(vivace.Shape((1,), "f32", device, 90)), (ordinal, 0, 90))
+            self.assertEqual(struct.unpack_from("=Qiiii", _arrays.describe(vivace.Shape((1,), "f32", device)))[4], ordinal)
+        for device in ("cuda:", "cuda:x", "cpu:1", "tpu"):
+            with self.assertRaisesRegex(ValueError, "'cuda:N'"):
+                vivace.Shape((1,), "f32", device)
         for case in CASES:
             if case.operator in (vivace.decode_attention,):
                 continue

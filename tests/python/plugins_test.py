@@ -48,6 +48,27 @@ def split(common, decode_threshold=1, **_):
     return decodes, len(counts) - decodes, tokens, common.num_actual_tokens - tokens
 
 
+class Serving(unittest.TestCase):
+    def test_a_plan_asks_about_its_own_gpu(self):
+        from vivace.plugins import serving
+        asked = []
+
+        def shape(extents, dtype, device="cpu"):
+            asked.append(device)
+            return vivace.Shape(extents, dtype, "cpu")
+
+        module = types.SimpleNamespace(**{**vivace.__dict__, "Shape": shape})
+        serving.vivace, before = module, serving.vivace
+        self.addCleanup(setattr, serving, "vivace", before)
+        values = dict(max_requests=2, max_pages=2, heads_q=HEADS, heads_kv=HEADS_KV, head_dim=DIM, page_tokens=16, q_dtype=torch.bfloat16,
+                      kv_dtype=torch.bfloat16)
+        serving.DecodePlan(torch.device("cpu"), **values)
+        self.assertEqual(set(asked), {"cpu"})
+        with self.assertRaises((AssertionError, RuntimeError)):  # this torch, or this machine, has no such GPU
+            serving.DecodePlan(torch.device("cuda:63"), **values)
+        self.assertIn("cuda:63", asked)
+
+
 class Vllm(unittest.TestCase):
     @classmethod
     def setUpClass(cls):

@@ -31,7 +31,9 @@ class DecodePlan:
     def __init__(self, device: torch.device, *, max_requests: int, max_pages: int, heads_q: int, heads_kv: int, head_dim: int,
                  page_tokens: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, max_query_tokens: int = 1, window: int = 0,
                  piece_tiles: int = 0) -> None:
-        where = {"device": device.type}
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        where = {"device": str(device)}
         q = vivace.Shape((max_requests * max_query_tokens, heads_q, head_dim), name_of(q_dtype), **where)
         k = vivace.Shape((1, page_tokens, heads_kv, head_dim), name_of(kv_dtype), **where)
         pages = vivace.Shape((max_requests, max_pages), "i32", **where)
