@@ -22,7 +22,7 @@ RECORDED = {engine: json.loads((package.ROOT / "tests" / "python" / "interfaces"
 USED = {
     "vllm": {
         "vllm.v1.attention.backend:CommonAttentionMetadata": [
-            "query_start_loc", "seq_lens", "num_actual_tokens", "max_query_len", "block_table_tensor"],
+            "causal", "query_start_loc", "seq_lens", "num_actual_tokens", "max_query_len", "block_table_tensor"],
         "vllm.v1.attention.backend:AttentionMetadataBuilder": ["_init_reorder_batch_threshold", "reorder_batch_threshold"],
         "vllm.v1.attention.backend:AttentionImplBase": ["dcp_world_size", "pcp_world_size"],
         "vllm.v1.attention.backend:AttentionCGSupport": ["UNIFORM_BATCH"],

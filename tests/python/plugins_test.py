@@ -112,20 +112,23 @@ class Vllm(unittest.TestCase):
         self.assertTrue(fp8.backend_to_kernel_cls.vivace)
         self.assertFalse(getattr(moe._experts_class(), "__abstractmethods__"))
 
-    def builder(self, block_size=16, dtype=torch.bfloat16, spec=1, window=None):
+    def builder(self, block_size=16, dtype=torch.bfloat16, spec=1, windows=(0,)):
         model = types.SimpleNamespace(max_model_len=256, dtype=torch.bfloat16, get_num_attention_heads=lambda parallel: HEADS)
         speculative = types.SimpleNamespace(num_speculative_tokens=spec - 1, parallel_drafting=False) if spec > 1 else None
         config = types.SimpleNamespace(model_config=model, scheduler_config=types.SimpleNamespace(max_num_seqs=8), spec=spec,
                                        parallel_config=types.SimpleNamespace(decode_context_parallel_size=1),
-                                       speculative_config=speculative, use_v2_model_runner=True)
-        spec_of_cache = types.SimpleNamespace(block_size=block_size, num_kv_heads=HEADS_KV, head_size=DIM, dtype=dtype, sliding_window=window)
-        return self.plugin.VivaceMetadataBuilder(spec_of_cache, ["layer"], config, torch.device(DEVICE))
+                                       speculative_config=speculative, use_v2_model_runner=True,
+                                       compilation_config=types.SimpleNamespace(static_forward_context={
+                                           f"layer of {window}": types.SimpleNamespace(impl=types.SimpleNamespace(window=window))
+                                           for window in windows}))
+        spec_of_cache = types.SimpleNamespace(block_size=block_size, num_kv_heads=HEADS_KV, head_size=DIM, dtype=dtype)
+        return self.plugin.VivaceMetadataBuilder(spec_of_cache, list(config.compilation_config.static_forward_context), config, torch.device(DEVICE))
 
     def common(self, lengths, queries, pages):
         start = np.concatenate([[0], np.cumsum(queries)])
         return types.SimpleNamespace(
             query_start_loc=i32(start), query_start_loc_cpu=torch.tensor(start), seq_lens=i32(lengths), num_reqs=len(lengths),
-            num_actual_tokens=int(start[-1]), max_query_len=max(queries), block_table_tensor=i32(pages))
+            num_actual_tokens=int(start[-1]), max_query_len=max(queries), block_table_tensor=i32(pages), causal=True)
 
     def run_step(self, lengths, queries, block_size=16, spec=1, contiguous=True, kv=torch.bfloat16, sinks=None, window=None, soft_cap=None):
         torch.manual_seed(3)
@@ -136,7 +139,7 @@ class Vllm(unittest.TestCase):
             cache = cache.to(kv).view(torch.uint8)
         pages = np.random.default_rng(1).permutation(blocks)[:len(lengths) * 4].reshape(len(lengths), 4)
         common = self.common(lengths, queries, pages)
-        metadata = self.builder(block_size, dtype=cache.dtype, spec=spec, window=window).build(0, common)
+        metadata = self.builder(block_size, dtype=cache.dtype, spec=spec, windows={0, 7, window or 0}).build(0, common)
         parameter = None if sinks is None else torch.nn.Parameter(torch.zeros_like(sinks))
         impl = self.plugin.VivaceImpl(HEADS, DIM, DIM**-0.5, HEADS_KV, sliding_window=window, logits_soft_cap=soft_cap, sinks=parameter,
                                       kv_cache_dtype="auto" if kv == torch.bfloat16 else "fp8")
@@ -243,6 +246,10 @@ class Vllm(unittest.TestCase):
             self.plugin.VivaceImpl(HEADS, DIM, 1.0, HEADS_KV, alibi_slopes=[1.0])
         with self.assertRaisesRegex(NotImplementedError, "encoder"):
             self.plugin.VivaceImpl(HEADS, DIM, 1.0, HEADS_KV, attn_type="encoder")
+        common = self.common([5], [1], [[0]])
+        common.causal = False
+        with self.assertRaisesRegex(NotImplementedError, "later tokens"):
+            self.builder().build(0, common)
         with self.assertRaisesRegex(NotImplementedError, "at most 8"):
             self.builder(spec=9)
         self.assertTrue(self.plugin.VivaceBackend.supports_head_size(128))

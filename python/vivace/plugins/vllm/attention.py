@@ -33,11 +33,11 @@ class VivaceMetadata(AttentionMetadata):
     page_table: torch.Tensor
     query_start: torch.Tensor
     prefill_start: torch.Tensor | None
-    plan: serving.DecodePlan | None
+    plans: dict[int, serving.DecodePlan]  # by window
 
 
 class VivaceMetadataBuilder(AttentionMetadataBuilder[VivaceMetadata]):
-    """Cuts the decode schedule once per step, on the device, into memory that CUDA graphs hold."""
+    """Cuts the decode schedule once per step and distinct window, on the device, into memory that CUDA graphs hold."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -49,22 +49,27 @@ class VivaceMetadataBuilder(AttentionMetadataBuilder[VivaceMetadata]):
                                       f"{serving.MAX_DECODE_TOKENS} are known; lower num_speculative_tokens")
         model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         page_tokens = kv_cache_spec.block_size
-        self.plan = serving.DecodePlan(
+        layers = vllm_config.compilation_config.static_forward_context
+        windows = {layers[name].impl.window for name in layer_names}  # of a cache's layers some may have one and some not
+        self.plans = {window: serving.DecodePlan(
             device, max_requests=scheduler.max_num_seqs, max_pages=-(-model.max_model_len // page_tokens),
             heads_q=model.get_num_attention_heads(vllm_config.parallel_config), heads_kv=kv_cache_spec.num_kv_heads,
             head_dim=kv_cache_spec.head_size, page_tokens=page_tokens, q_dtype=model.dtype, kv_dtype=kv_cache_spec.dtype,
-            max_query_tokens=self.reorder_batch_threshold, window=getattr(kv_cache_spec, "sliding_window", None) or 0)
+            max_query_tokens=self.reorder_batch_threshold, window=window) for window in sorted(windows)}
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> VivaceMetadata:
         common = common_attn_metadata
+        if common.causal is not True:  # it may be a tensor, one for each request
+            raise NotImplementedError("vivace: attention to later tokens is not known")
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=self.reorder_batch_threshold)
         lengths, start = common.seq_lens, common.query_start_loc
         if decodes:
-            self.plan.write(lengths[:decodes], start[:decodes + 1])
+            for plan in self.plans.values():
+                plan.write(lengths[:decodes], start[:decodes + 1])
         return VivaceMetadata(
             tokens=common.num_actual_tokens, decodes=decodes, decode_tokens=decode_tokens, prefills=prefills,
             max_query_len=common.max_query_len, kv_lengths=lengths, page_table=common.block_table_tensor, query_start=start,
-            prefill_start=start[decodes:] - start[decodes] if prefills else None, plan=self.plan)
+            prefill_start=start[decodes:] - start[decodes] if prefills else None, plans=self.plans)
 
 
 class VivaceBackend(AttentionBackend):
@@ -118,10 +123,13 @@ class VivaceBackend(AttentionBackend):
         where = {"device": "cuda", "compute_capability": device_capability.to_int()}
         q = vivace.Shape((1, 8, head_size), "bf16", **where)
         k = vivace.Shape((1, block_size or 16, 1, head_size), "fp8_e4m3" if fp8 else "bf16", **where)
-        one, two = vivace.Shape((1,), "i32", **where), vivace.Shape((2,), "i32", **where)
+        pages, one, two = (vivace.Shape(extents, "i32", **where) for extents in ((1, 1), (1,), (2,)))
         scale = vivace.Shape((1,), "f32", **where) if fp8 else None
-        choice = vivace.attention_prefill.explain(q, k, k, vivace.Shape((1, 1), "i32", **where), one, two, k_scale=scale, v_scale=scale)
-        return None if choice.row else f"vivace: {choice}"
+        options = {"k_scale": scale, "v_scale": scale, "sinks": vivace.Shape((8,), "f32", **where) if has_sink else None}
+        prefill = vivace.attention_prefill.explain(q, k, k, pages, one, two, **options)
+        decode = vivace.attention_decode.explain(q, k, k, pages, one, two, vivace.Shape((4096,), "i32", **where),
+                                                 vivace.DecodeScheduleParams(heads_kv=1, workers=132), **options)
+        return next((f"vivace: {name}: {choice}" for name, choice in (("prefill", prefill), ("decode", decode)) if not choice.row), None)
 
 
 class VivaceImpl(AttentionImpl[VivaceMetadata]):
@@ -140,7 +148,8 @@ class VivaceImpl(AttentionImpl[VivaceMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
-        self.attention = serving.Attention(softmax_scale=self.scale, window=sliding_window or 0, soft_cap=logits_soft_cap or 0.0)
+        self.window = sliding_window or 0
+        self.attention = serving.Attention(softmax_scale=self.scale, window=self.window, soft_cap=logits_soft_cap or 0.0)
         self._given_sinks, self.sinks = sinks, None if sinks is None else sinks.detach().float()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -178,7 +187,7 @@ class VivaceImpl(AttentionImpl[VivaceMetadata]):
         q = query.view(-1, self.num_heads, self.head_size)
         out = output.view(-1, self.num_heads, self.head_size)
         if step.decodes:
-            self.attention.decode(step.plan, q[:step.decode_tokens], k, v, step.page_table[:step.decodes], step.kv_lengths[:step.decodes],
+            self.attention.decode(step.plans[self.window], q[:step.decode_tokens], k, v, step.page_table[:step.decodes], step.kv_lengths[:step.decodes],
                                   step.query_start[:step.decodes + 1], out[:step.decode_tokens], **options)
         if step.prefills:
             rows = slice(step.decode_tokens, step.tokens)
