@@ -240,6 +240,36 @@ class Vllm(unittest.TestCase):
         scores = vivace.router_gemm(x, vivace.RouterWeight((gate.weight,), "exact"))
         close(self, number(scores), number(x) @ number(gate.weight).T, 1e-5)
         self.assertFalse(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None}), x))  # not asked for
+        self.want("router")
+        self.assertTrue(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None}), x))
+        for changes, words in (({"is_unquantized": False}, "quantised"), ({"bias": x}, "a bias"), ({"weight": x.float()}, "torch.float32,"),
+                               ({"out_dtype": torch.float16}, "logits are torch.float16")):
+            with self.assertLogs("vivace", "WARNING") as logs:
+                self.assertFalse(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None, **changes}), x))
+            self.assertIn(words, logs.output[0])
+
+    def want(self, part):
+        from vivace.plugins import vllm as plugin
+        plugin.say.cache_clear()
+        before, plugin.wanted = plugin.wanted, lambda asked: asked == part
+        self.addCleanup(setattr, plugin, "wanted", before)
+
+    def test_experts_say_when_another_backend_is_asked(self):
+        from vivace.plugins.vllm import moe
+        from vllm.model_executor.layers.fused_moe.oracle import fp8
+        backends = types.SimpleNamespace(TRITON=types.SimpleNamespace(value="TRITON"), DEEPGEMM=types.SimpleNamespace(value="DEEPGEMM"))
+        for name, value in (("Fp8MoeBackend", backends), ("backend_to_kernel_cls", lambda backend: ["theirs"])):
+            self.addCleanup(setattr, fp8, name, getattr(fp8, name, None))
+            setattr(fp8, name, value)
+        moe.register()
+        self.assertEqual(fp8.backend_to_kernel_cls(backends.TRITON), ["theirs"])  # not asked for
+        self.want("moe")
+        self.assertEqual(fp8.backend_to_kernel_cls(backends.TRITON), [moe._experts_class(), "theirs"])
+        with self.assertLogs("vivace", "WARNING") as logs:
+            for _ in range(2):
+                self.assertEqual(fp8.backend_to_kernel_cls(backends.DEEPGEMM), ["theirs"])
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("DEEPGEMM", logs.output[0])
 
     def test_refusals_name_the_reason(self):
         with self.assertRaisesRegex(NotImplementedError, "ALiBi"):

@@ -3,11 +3,13 @@
     vllm serve MODEL --attention-backend CUSTOM
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"vivace": {"moe": true, "router": true}}'
 
-Attention is chosen by the flag, experts and router by additional_config: nothing changes for those who set neither.
+Attention is chosen by the flag, experts and router by additional_config: nothing changes for those who set neither. Experts stand
+beside Triton's: --moe-backend triton keeps vLLM from taking another backend before it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from ..versions import check_version
@@ -28,6 +30,12 @@ def register() -> None:
     from . import moe, router
     moe.register()
     router.register()
+
+
+@functools.cache
+def say(reason: str) -> None:
+    """Warns once in a process of what was asked for and does not come."""
+    logger.warning("vivace: %s", reason)
 
 
 def wanted(part: str) -> bool:

@@ -17,10 +17,13 @@ def register() -> None:
         return
 
     def backend_to_kernel_cls(backend: Any) -> list[type]:
-        from . import wanted
+        from . import say, wanted
         classes = original(backend)
-        if backend == fp8.Fp8MoeBackend.TRITON and wanted("moe"):
+        if not wanted("moe"):
+            return classes
+        if backend == fp8.Fp8MoeBackend.TRITON:
             return [_experts_class(), *classes]  # the first that supports a layer's configuration is taken, the others stay
+        say(f"vLLM asks {backend.value} for experts before Triton, where ours stand; pass --moe-backend triton if it takes them")
         return classes
 
     backend_to_kernel_cls.vivace = True

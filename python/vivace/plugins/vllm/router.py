@@ -30,8 +30,24 @@ def register() -> None:
 def _takes(gate: Any, x: torch.Tensor) -> bool:
     known = gate.__dict__.get("_vivace")
     if known is None:  # once per layer: the configuration is known while a model is built and run first
-        from . import wanted
-        known = (wanted("router") and gate.is_unquantized and getattr(gate, "bias", None) is None and gate.weight.dtype == torch.bfloat16
-                 and gate.out_dtype in (torch.float32, torch.bfloat16))
+        from . import say, wanted
+        known = wanted("router")
+        problem = _problem_of(gate) if known else ""
+        if problem:
+            say(f"a router's gate stays vLLM's own: {problem}")
+            known = False
         gate.__dict__["_vivace"] = known
     return known and x.dtype == torch.bfloat16 and x.dim() == 2
+
+
+def _problem_of(gate: Any) -> str:
+    """What of a gate is not known here; "" when all is."""
+    if not gate.is_unquantized:
+        return "its weight is quantised"
+    if getattr(gate, "bias", None) is not None:
+        return "it has a bias"
+    if gate.weight.dtype != torch.bfloat16:
+        return f"its weight is {gate.weight.dtype}, torch.bfloat16 is known"
+    if gate.out_dtype not in (torch.float32, torch.bfloat16):
+        return f"its logits are {gate.out_dtype}, torch.float32 and torch.bfloat16 are known"
+    return ""
