@@ -229,10 +229,10 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
     return Cost{w.gate.bytes() + w.up.bytes() + w.down.bytes(), 3 * 2 * w.gate.elements()};
   };
   const bool stacked = args.gate_up.present();
-  const Cost of_stacked =
-      stacked && experts > 0 ? Cost{args.gate_up.bytes() / experts + args.down.bytes() / experts,
-                                    3 * args.gate_up.elements() / experts}
-                             : Cost{};
+  const Cost of_stacked = stacked && experts > 0
+                              ? Cost{args.gate_up.bytes() / experts + args.down.bytes() / experts,
+                                     3 * args.gate_up.elements() / experts}
+                              : Cost{};
   const auto cost_at = [&](int64_t e) { return stacked ? of_stacked : weights(args.experts[e]); };
   // A question may come with shapes alone, and nothing has checked that they agree.
   const Tensor& chosen = args.expert_ids;
@@ -246,7 +246,7 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
     cost.bytes += std::min(experts, pairs) * of_expert.bytes;
     cost.flops += pairs * of_expert.flops;
   }
-  std::vector<bool> visited(experts);
+  std::vector<bool> visited(readable ? experts : 0);
   for (int64_t t = 0; readable && t < tokens; ++t) {
     const int32_t* ids = args.expert_ids.at(t).as<const int32_t>();
     for (int64_t j = 0; j < args.expert_ids.shape[1]; ++j) {
