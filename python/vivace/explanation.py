@@ -218,7 +218,8 @@ def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shap
         if len(chosen) == len(ENGINES):
             parts.append(Part("choice of experts", "route_top_k", size, None, chosen["SGLang"]))
         else:
-            parts.append(Part("choice of experts", "route_top_k", size, route_top_k.explain(shape((tokens, experts), "f32"), top_k), refused=chosen))
+            parts.append(Part("choice of experts", "route_top_k", size, route_top_k.explain(shape((tokens, experts), "f32"), top_k),
+                              refused=chosen))
     if _first(config, "n_shared_experts", "num_shared_expert"):
         notes.append("shared experts stay with the engine: neither hands them to a runner")
 

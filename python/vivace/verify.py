@@ -132,7 +132,8 @@ def complete(port: int, model: str, prompt: list[int], tokens: int, log: pathlib
     except urllib.error.HTTPError as error:
         raise Trouble(f"a completion was refused: {error.code}: {error.read(400).decode(errors='replace')}") from None
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-        raise Trouble(f"a completion gave no text: {type(error).__name__}: {error}; the server's log is {log}, and ends with\n{_tail(log)}") from None
+        raise Trouble(f"a completion gave no text: {type(error).__name__}: {error}; the server's log is {log}, and ends with\n"
+                      f"{_tail(log)}") from None
 
 
 def agreement(a: Sequence[str], b: Sequence[str]) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: tor
             raise NotImplementedError("vivace: experts in fp8 with one scale a tensor, whose activations have none in the checkpoint; "
                                       "dynamic scales are known with blocks of 128")
         if x.dtype != torch.float8_e4m3fn:
-            x, x_scale = vivace.quantize_fp8(x, scaling="block") if block else vivace.quantize_fp8(x, scaling="tensor", scale=x_scale.reshape(1))
+            x, x_scale = (vivace.quantize_fp8(x, scaling="block") if block else
+                          vivace.quantize_fp8(x, scaling="tensor", scale=x_scale.reshape(1)))
         scales = expert_scales(gate_up, down, gate_up_scale, down_scale, block)
         options = {"x_scale": x_scale if block else x_scale.reshape(1), "gate_up_scale": scales[0], "down_scale": scales[1]}
         if not block:

@@ -17,7 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 from .. import serving
 
 
-# Modes whose requests are causal chunks of prompts. ForwardMode.is_extend() names more: a draft's verification, blocks of a diffusion model.
+# Modes whose requests are causal chunks of prompts. ForwardMode.is_extend() names more: a draft's verification, blocks of a
+# diffusion model.
 _EXTENDS = ("EXTEND", "MIXED", "SPLIT_PREFILL")
 
 
@@ -115,7 +116,8 @@ class VivaceAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         if not forward_batch.forward_mode.is_decode_or_idle():
-            raise NotImplementedError(f"vivace: CUDA graphs of forward mode {forward_batch.forward_mode.name} are not known; they are decode's")
+            raise NotImplementedError(f"vivace: CUDA graphs of forward mode {forward_batch.forward_mode.name} are not known; they are "
+                                      "decode's")
         whole, rows = self._graph, forward_batch.batch_size
         self.forward_metadata = _Step(whole.kv_lengths[:rows], whole.page_table[:rows], self._every_request[:rows + 1])
 

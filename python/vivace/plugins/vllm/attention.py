@@ -187,8 +187,8 @@ class VivaceImpl(AttentionImpl[VivaceMetadata]):
         q = query.view(-1, self.num_heads, self.head_size)
         out = output.view(-1, self.num_heads, self.head_size)
         if step.decodes:
-            self.attention.decode(step.plans[self.window], q[:step.decode_tokens], k, v, step.page_table[:step.decodes], step.kv_lengths[:step.decodes],
-                                  step.query_start[:step.decodes + 1], out[:step.decode_tokens], **options)
+            self.attention.decode(step.plans[self.window], q[:step.decode_tokens], k, v, step.page_table[:step.decodes],
+                                  step.kv_lengths[:step.decodes], step.query_start[:step.decodes + 1], out[:step.decode_tokens], **options)
         if step.prefills:
             rows = slice(step.decode_tokens, step.tokens)
             self.attention.prefill(q[rows], k, v, step.page_table[step.decodes:], step.kv_lengths[step.decodes:], step.prefill_start,

@@ -56,14 +56,16 @@ def _experts_class() -> type:
     class VivaceExperts(mk.FusedMoEExpertsModular):
         """FP8 experts, with one scale a tensor or one per 128 x 128; ids of other ranks are skipped."""
 
-        def __init__(self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None) -> None:
+        def __init__(self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None,
+                     num_dispatchers: int | None = None) -> None:
             super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
             found = problems(moe_config, quant_config)
             if found:
                 raise NotImplementedError(f"vivace: experts with {', '.join(found)} are not known")
 
         @staticmethod
-        def is_supported_config(cls: type, moe_config: Any, weight_key: Any, activation_key: Any, activation_format: Any) -> tuple[bool, str | None]:
+        def is_supported_config(cls: type, moe_config: Any, weight_key: Any, activation_key: Any,
+                                activation_format: Any) -> tuple[bool, str | None]:
             found = problems(moe_config)
             if found:
                 return False, f"kernel does not support {', '.join(found)}"
