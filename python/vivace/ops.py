@@ -492,9 +492,9 @@ def sampler(logits: Array, *, temperature: Array | None = None, top_p: Array | N
             ids: Array | None = None, valid: Array | None = None, workspace: Array | None = None) -> Sampled:
     """Draws one token per row of logits, f32 or bf16 [rows, vocab].
 
-    temperature (0: greedy), top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty  f32 [rows]
+    temperature (0: greedy), top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty  f32 [rows]; absent: 1, 1, 0, 1, 0, 0
     top_k                i32 [rows]; 0: all
-    seed, position       i64 [rows], both or neither: of the request, and of the token to be drawn in it
+    seed, position       i64 [rows], both or neither: of the request, and of the token to be drawn in it; absent: 0, the same draw each time
     prompt_bits          i32 [states, ceil(vocab / 32)]        output_counts  i32 [states, vocab]        state  i32 [rows], -1: none
     bias_start, bias_ids, bias_values                          i32 [rows + 1], i32 [entries], f32 [entries]
     allowed_bits         i32 [rows, ceil(vocab / 32)]
