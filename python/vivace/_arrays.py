@@ -228,7 +228,7 @@ def use_stream(handle: int) -> Iterator[None]:
 
 # --- arrays of any kind --------------------------------------------------------------------------------------------------------
 
-class Library(NamedTuple):
+class Framework(NamedTuple):
     """How to treat the arrays of one Python library."""
 
     describe: Callable[[Any], bytes]
@@ -251,51 +251,51 @@ def _dlpack_empty(array: Any, shape: Sequence[int], dtype: str) -> Any:
     raise TypeError(f"vivace: outputs and workspaces beside a {type(array).__module__}.{type(array).__name__} have to be given")
 
 
-NUMPY = Library(_describe_numpy, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
+NUMPY = Framework(_describe_numpy, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
                 lambda array: _name_of_code(_numpy_codes.get(array.dtype) or _numpy_code(array.dtype)),
                 lambda array: array.flags.writeable)
-TYPED = Library(Typed._describe, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
+TYPED = Framework(Typed._describe, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
                 lambda array: array.dtype, lambda array: array.array.flags.writeable)
-DLPACK = Library(_describe_dlpack, _dlpack_place, _dlpack_empty,
+DLPACK = Framework(_describe_dlpack, _dlpack_place, _dlpack_empty,
                  lambda array: _name_of_code(struct.unpack_from("=Qi", _describe_dlpack(array))[1]), lambda array: True)
 
-SHAPE = Library(Shape._describe, Shape._place, lambda array, shape, dtype: Shape(shape, dtype, array.device, array.compute_capability),
+SHAPE = Framework(Shape._describe, Shape._place, lambda array, shape, dtype: Shape(shape, dtype, array.device, array.compute_capability),
                 lambda array: array.dtype, lambda array: False)
 
-LIBRARIES: dict[type, Library] = {Typed: TYPED, Shape: SHAPE}
+FRAMEWORKS: dict[type, Framework] = {Typed: TYPED, Shape: SHAPE}
 
 
-def library_of(array: Any) -> Library:
+def framework_of(array: Any) -> Framework:
     kind = type(array)
-    found = LIBRARIES.get(kind)
+    found = FRAMEWORKS.get(kind)
     return found if found is not None else _find(kind)
 
 
-def _find(kind: type) -> Library:
+def _find(kind: type) -> Framework:
     modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if "torch" in modules and issubclass(kind, sys.modules["torch"].Tensor):
         from . import torch_ops
-        LIBRARIES[kind] = torch_ops.TORCH
+        FRAMEWORKS[kind] = torch_ops.TORCH
     elif "numpy" in modules and issubclass(kind, sys.modules["numpy"].ndarray):
-        LIBRARIES[kind] = NUMPY
+        FRAMEWORKS[kind] = NUMPY
     elif hasattr(kind, "__dlpack__"):
-        LIBRARIES[kind] = DLPACK
+        FRAMEWORKS[kind] = DLPACK
     else:
         raise TypeError(f"vivace: a {kind.__module__}.{kind.__name__} is no array: needs NumPy's, torch's, or one with __dlpack__")
-    return LIBRARIES[kind]
+    return FRAMEWORKS[kind]
 
 
 def describe(array: Any) -> bytes:
-    return library_of(array).describe(array)
+    return framework_of(array).describe(array)
 
 
 def place_of(array: Any) -> tuple[int, ...] | None:
-    return library_of(array).place(array)
+    return framework_of(array).place(array)
 
 
 def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
-    return library_of(like).empty(like, shape, dtype)
+    return framework_of(like).empty(like, shape, dtype)
 
 
 def dtype_of(array: Any) -> str:
-    return library_of(array).dtype(array)
+    return framework_of(array).dtype(array)

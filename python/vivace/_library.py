@@ -172,9 +172,9 @@ class Entry:
             function.argtypes.append(ctypes.c_void_p)
         return function
 
-    def _parts(self, values: tuple, library: _arrays.Library) -> list[bytes]:
-        """The arguments as the struct's bytes, one item for each value; `library` is that of the first."""
-        kind, describe, other = type(values[0]), library.describe, _arrays.describe
+    def _parts(self, values: tuple, framework: _arrays.Framework) -> list[bytes]:
+        """The arguments as the struct's bytes, one item for each value; `framework` is that of the first."""
+        kind, describe, other = type(values[0]), framework.describe, _arrays.describe
         parts = [self._header] + [_NOTHING] * len(values)
         for i in self._tensors:
             value = values[i]
@@ -192,8 +192,8 @@ class Entry:
         return parts
 
     def _call(self, values: tuple) -> tuple[list[bytes], bytes]:
-        library = _arrays.library_of(values[0])
-        return self._parts(values, library), stream_bytes(library.place(values[0]))
+        framework = _arrays.framework_of(values[0])
+        return self._parts(values, framework), stream_bytes(framework.place(values[0]))
 
     def objects(self, exchange: int, stream_of: Callable[[Any], int]) -> Callable[[tuple], None]:
         """A way to run the operator on tensor objects of a library with DLPack's C exchange: they are taken apart in C. The values
@@ -241,7 +241,7 @@ class Entry:
         """On a GPU only arrays that come by DLPack may be read-only."""
         for i in self._written:
             why = getattr(parts[i + 1], "unwritable", None)
-            if why is None and on_cpu and values[i] is not None and not _arrays.library_of(values[i]).writable(values[i]):
+            if why is None and on_cpu and values[i] is not None and not _arrays.framework_of(values[i]).writable(values[i]):
                 why = "is read-only"
             if why is not None:
                 raise ValueError(f"{self.operator.name}: {self.operator.arguments[i].name} is written, but the array {why}")

@@ -61,7 +61,7 @@ class Operator(Generic[P, R]):
         try:
             return self._build(*args, **kwargs)
         except AttributeError as error:
-            _arrays.library_of(error.obj)  # TypeError: it is no array
+            _arrays.framework_of(error.obj)  # TypeError: it is no array
             raise
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:

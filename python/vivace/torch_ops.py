@@ -13,6 +13,7 @@ import struct
 from typing import Any, Sequence
 
 import torch
+from torch import library as torch_library
 
 from . import _arrays, _library
 from ._operators import OPERATORS
@@ -61,8 +62,8 @@ def _empty(like: torch.Tensor, shape: Sequence[int], dtype: str) -> torch.Tensor
     return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)
 
 
-TORCH = _arrays.Library(_describe, _place, _empty, _dtype, lambda tensor: True)
-_arrays.LIBRARIES[torch.Tensor] = _arrays.LIBRARIES[torch.nn.Parameter] = TORCH
+TORCH = _arrays.Framework(_describe, _place, _empty, _dtype, lambda tensor: True)
+_arrays.FRAMEWORKS[torch.Tensor] = _arrays.FRAMEWORKS[torch.nn.Parameter] = TORCH
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -108,7 +109,7 @@ def run(name: str, values: tuple) -> None:
         (quick(name, values) or _library.ENTRIES[name].run)(values)
 
 
-_LIBRARY = torch.library.Library("vivace", "DEF")
+_LIBRARY = torch_library.Library("vivace", "DEF")
 
 
 def _register() -> None:
@@ -122,7 +123,7 @@ def _register() -> None:
 
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(operator.name, implementation, key)
-        torch.library.register_fake(f"vivace::{operator.name}", lambda *values: None, lib=_LIBRARY)
+        torch_library.register_fake(f"vivace::{operator.name}", lambda *values: None, lib=_LIBRARY)
 
 
 _register()

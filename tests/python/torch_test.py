@@ -11,6 +11,7 @@ package.need("numpy", "vivace", "torch")
 import cases  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from torch import library as torch_library  # noqa: E402
 import vivace  # noqa: E402
 import vivace.torch_ops  # noqa: E402
 from vivace._operators import OPERATORS  # noqa: E402
@@ -145,7 +146,7 @@ class Torch(unittest.TestCase):
                 if not any(isinstance(v, torch.Tensor) and v.dtype == torch.float8_e4m3fn for v in values):
                     checks.append("test_schema")  # compares tensors, which torch cannot for fp8
                 with self.subTest(case.name, device=device):
-                    torch.library.opcheck(getattr(torch.ops.vivace, case.operator.name), values, test_utils=checks)
+                    torch_library.opcheck(getattr(torch.ops.vivace, case.operator.name), values, test_utils=checks)
 
     def test_fake_tensors_run_nothing(self):
         from torch._subclasses.fake_tensor import FakeTensorMode

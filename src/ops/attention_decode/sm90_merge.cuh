@@ -166,7 +166,7 @@ class Merge {
         const float2 part = shared_.ends[index(chain, i, row)];
         weight = __fmaf_rn(part.y, factor(part.x, part.y, maximum), weight);
       }
-      shared_.destinations[t] = close_row(chain, unit, r, maximum, weight, true);
+      shared_.destinations[t] = end_row(chain, unit, r, maximum, weight, true);
     }
     const float* values = unit.in_ring
                               ? device::in_cta(shared_.values(local << p_.team_log2) + r * T::kPitch, cta)
@@ -246,7 +246,7 @@ class Merge {
         load(values, piece, pieces, first);
       }
     }
-    store(close_row(chain, unit, r, maximum, weight, lane_ == 0), sum);
+    store(end_row(chain, unit, r, maximum, weight, lane_ == 0), sum);
   }
 
   __device__ __forceinline__ int column(int i) const {
@@ -265,8 +265,8 @@ class Merge {
     }
   }
 
-  /// Where row `r` goes once its pieces are added up; says so to whom it may concern.
-  __device__ __forceinline__ Destination close_row(const Chain& chain, const Piece& unit, int r,
+  /// Ends row `r`, whose pieces are known: writes its lse, or what it leaves open among the partials. Returns where its values go.
+  __device__ __forceinline__ Destination end_row(const Chain& chain, const Piece& unit, int r,
                                                    float maximum, float weight, bool writes_lse) {
     const Params& a = p_.attention;
     if (chain.from_before || chain.goes_on) {
