@@ -386,6 +386,7 @@ typedef struct vivace_fused_moe_args {
   const vivace_expert_weights* experts; /* or one by one, in place of gate_up and down; read during the call only */
   int64_t expert_count;                 /* how many there are at `experts` */
   int64_t block_offset;                 /* 0 .. 127: where this slice of the intermediate starts in a block of 128 */
+  int64_t batch_invariant;              /* a token's bits must not depend on how many tokens there are */
 } vivace_fused_moe_args;
 vivace_code vivace_fused_moe(const vivace_fused_moe_args* args, const vivace_stream* stream);
 vivace_code vivace_fused_moe_workspace_bytes(const vivace_fused_moe_args* args, const vivace_stream* stream, int64_t* bytes);
@@ -403,6 +404,7 @@ typedef struct vivace_grouped_gemm_args {
   vivace_tensor x_scale;      /* with fp8 x: f32 [1], or [rows, ceil(k / 128)] */
   vivace_tensor weight_scale; /* with fp8 weight: f32 [groups], or [groups, ceil(n / 128), ceil(k / 128)] */
   vivace_tensor y;            /* out, [rows, n], f32 or bf16 */
+  int64_t batch_invariant;    /* a row's bits must not depend on how many rows there are */
 } vivace_grouped_gemm_args;
 vivace_code vivace_grouped_gemm(const vivace_grouped_gemm_args* args, const vivace_stream* stream);
 vivace_code vivace_grouped_gemm_cost(const vivace_grouped_gemm_args* args, vivace_cost* cost);

@@ -34,6 +34,7 @@ struct FusedMoeArgs {
   ExpertWeights shared;                    ///< optional expert that every token visits
   Tensor expert_ids;
   Tensor expert_weights;
+  bool batch_invariant = false;  ///< a token's bits must not depend on how many tokens there are
   Tensor y;
   Tensor workspace;  ///< u8 [>= fused_moe_workspace_bytes()]; absent when that is 0
 };
@@ -64,7 +65,8 @@ struct FusedMoeArgs {
 /// Cost     fused_moe_cost(): it reads expert_ids, since a visited expert's weights are moved once and others
 ///          not at all. Ids on a device are not read: then as many experts count as the pairs can visit.
 /// Runs     on `stream`; allocates nothing.
-/// Repeats  bit for bit; a token's result does not depend on the tokens beside it.
+/// Repeats  bit for bit; a token's result does not depend on which tokens are beside it, and with batch_invariant, not on
+///          how many.
 /// Fails    invalid_argument: a shape, stride or type disagrees, or the workspace is too small. unsupported:
 ///          no row fits.
 /// Source   src/ops/fused_moe/

@@ -15,6 +15,7 @@ struct GroupedGemmArgs {
   Tensor group_rows;    ///< i32 [groups]: how many rows it has; 0 is legal
   Tensor x_scale;       ///< with fp8 x: f32 [1], or [rows, ceil(k / 128)]
   Tensor weight_scale;  ///< with fp8 weight: f32 [groups], or [groups, ceil(n / 128), ceil(k / 128)]
+  bool batch_invariant = false;  ///< a row's bits must not depend on how many rows there are
   Tensor y;
 };
 
@@ -27,7 +28,7 @@ struct GroupedGemmArgs {
 /// Writes   y, rows of groups only. Nothing may overlap.
 /// Cost     grouped_gemm_cost(): of x.shape[0] rows and every weight.
 /// Runs     on `stream`; allocates nothing.
-/// Repeats  bit for bit; a row does not depend on the other rows.
+/// Repeats  bit for bit; a row does not depend on which other rows there are, and with batch_invariant, not on how many.
 /// Fails    invalid_argument: a shape, stride or type disagrees; on the CPU also a group outside x. A GPU row clips
 ///          such a group to x. unsupported: no row fits.
 /// Source   src/ops/grouped_gemm/

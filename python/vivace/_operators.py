@@ -32,8 +32,9 @@ _TABLE = {
     "route_top_k": ("scores correction_bias? expert_ids! expert_weights! zero_weight?! live_tokens? scoring:int renormalise:int "
                     "scale:float groups:int top_groups:int zero_experts:int"),
     "fused_moe": (f"x x_scale? gate_up down gate_up_scale? down_scale? act_scale? {_SHARED} expert_ids expert_weights y! "
-                  "workspace?! experts:pointer expert_count:int block_offset:int"),
-    "grouped_gemm": "x weight group_start group_rows x_scale? weight_scale? y!",
+                  "workspace?! experts:pointer expert_count:int block_offset:int "
+                  "batch_invariant:int"),
+    "grouped_gemm": "x weight group_start group_rows x_scale? weight_scale? y! batch_invariant:int",
     "silu_mul": f"gate up {_SCALED}",
     "quantize_fp8": "x y! scale?! scaling:int",
     "sampler": ("logits temperature? top_p? min_p? top_k? repetition_penalty? presence_penalty? frequency_penalty? seed? "

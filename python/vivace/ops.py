@@ -412,8 +412,8 @@ class ExpertWeights(NamedTuple):
 @_operator
 def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_weights: Array, *, x_scale: Array | None = None,
               gate_up_scale: Array | None = None, down_scale: Array | None = None, act_scale: Array | None = None,
-              block_offset: int = 0, shared: ExpertWeights | None = None, out: Array | None = None, out_dtype: str | None = None,
-              workspace: Array | None = None) -> Array:
+              block_offset: int = 0, shared: ExpertWeights | None = None, batch_invariant: bool = False, out: Array | None = None,
+              out_dtype: str | None = None, workspace: Array | None = None) -> Array:
     """out[t] = sum over j of expert_weights[t, j] * down_e . (silu(gate_e . x_t) * (up_e . x_t)), plus the shared expert.
 
     x               [tokens, hidden], f32, bf16 or fp8        out  [tokens, hidden]
@@ -424,26 +424,29 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
     down_scale      with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
     act_scale       with fp8 weights of one scale an expert: f32 [1] or [experts]
     block_offset    where this slice of the intermediate starts in a block of 128
+    batch_invariant a token's bits must not depend on how many tokens there are
     """
     if out is None:
         out = empty(x, x.shape, out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
     return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights, out,
-            workspace, 0, 0, block_offset), out
+            workspace, 0, 0, block_offset, int(batch_invariant)), out
 
 
 @_operator
 def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array, *, x_scale: Array | None = None,
-                 weight_scale: Array | None = None, out: Array | None = None, out_dtype: str | None = None) -> Array:
+                 weight_scale: Array | None = None, batch_invariant: bool = False, out: Array | None = None,
+                 out_dtype: str | None = None) -> Array:
     """out[r] = x[r] . weight[g]^T for each row r of each group g; rows of no group are not written.
 
     x            [rows, k]              weight      [groups, n, k]        out  [rows, n], f32 or bf16
     group_start  i32 [groups]           group_rows  i32 [groups]
     x_scale      with fp8 x: f32 [1], or [rows, ceil(k / 128)]
     weight_scale with fp8 weight: f32 [groups], or [groups, ceil(n / 128), ceil(k / 128)]
+    batch_invariant  a row's bits must not depend on how many rows there are
     """
     if out is None:
         out = empty(x, (x.shape[0], weight.shape[1]), _product_dtype(x, out_dtype))
-    return (x, weight, group_start, group_rows, x_scale, weight_scale, out), out
+    return (x, weight, group_start, group_rows, x_scale, weight_scale, out, int(batch_invariant)), out
 
 
 @_operator

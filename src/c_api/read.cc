@@ -281,6 +281,7 @@ FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
           .shared = reader.expert("shared", from.shared),
           .expert_ids = reader.tensor("expert_ids", from.expert_ids),
           .expert_weights = reader.tensor("expert_weights", from.expert_weights),
+          .batch_invariant = from.batch_invariant != 0,
           .y = reader.tensor("y", from.y),
           .workspace = reader.tensor("workspace", from.workspace)};
 }
@@ -292,6 +293,7 @@ GroupedGemmArgs read(Reader& reader, const vivace_grouped_gemm_args& from) {
           .group_rows = reader.tensor("group_rows", from.group_rows),
           .x_scale = reader.tensor("x_scale", from.x_scale),
           .weight_scale = reader.tensor("weight_scale", from.weight_scale),
+          .batch_invariant = from.batch_invariant != 0,
           .y = reader.tensor("y", from.y)};
 }
 

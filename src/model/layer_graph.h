@@ -329,6 +329,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                      .shared = weights.shared,
                                      .expert_ids = ids,
                                      .expert_weights = expert_weights,
+                                     .batch_invariant = graph.deterministic,
                                      .y = delta,
                                      .workspace = buffers.moe_scratch}));
     }

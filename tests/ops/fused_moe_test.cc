@@ -60,7 +60,7 @@ Magnitudes magnitudes_of(const FusedMoeArgs& args) {
 /// fp32: sqrt(n) roundings of that with a factor of 4 for the spread. On tensor cores: n / 16 truncations, each by at
 /// most 2^-23 of the sum and 17 / 4 times that in its addends. Errors of the columns of `hidden` are independent, so
 /// `down` adds them in squares; |silu'| <= 1.1 and |silu(g)| <= |g|. GPU rows round `hidden` (bf16 weights) and
-/// out(t, e) to bf16.
+/// out(t, e) to bf16. fp8 products of warp groups lose 13 bits below the largest of 33 addends in steps of 32, at random.
 struct MoeBound {
   Bound tight;
   /// fp8: a value between the products that lies next to a rounding boundary may fall to its other side, which moves
@@ -68,11 +68,12 @@ struct MoeBound {
   double step = 0;
 };
 
-MoeBound bound_of(const FusedMoeArgs& args, const Magnitudes& m, bool tensor_cores) {
+MoeBound bound_of(const FusedMoeArgs& args, const Magnitudes& m, bool tensor_cores, bool warp_groups) {
   constexpr double kUlp = 0x1p-24;
   const double shared = args.shared.present() ? static_cast<double>(args.shared.gate.shape[0]) : 0;
   const double columns = std::max(shared, static_cast<double>(expert_intermediate(args)));
   const auto sum = [&](double terms) {
+    if (warp_groups && is_fp8(args)) return 4 * 0x1p-13 * std::sqrt(33 * (terms / 32 + 1));
     return tensor_cores ? 5.25 * 0x1p-23 * (terms / 16 + 2) : 4 * kUlp * std::sqrt(terms);
   };
   const double product = sum(static_cast<double>(args.x.shape[1])) * std::max(m.gate, m.up);
@@ -116,7 +117,7 @@ TEST(FusedMoe, EveryRowAgreesWithTheReference) {
         FusedMoeProblem got(c, 1, stream);
         if (c.tokens > 0) ASSERT_OK(row.run(got.args, stream));
         const bool tensor_cores = stream.device == Device::cuda;
-        expect_close(got.args.y, want.args.y, bound_of(want.args, magnitudes, tensor_cores));
+        expect_close(got.args.y, want.args.y, bound_of(want.args, magnitudes, tensor_cores, row.name == "sm90.wide"));
         EXPECT_TRUE(got.y.canaries_intact() && got.workspace.canaries_intact());
       });
     }
@@ -148,7 +149,7 @@ TEST(FusedMoe, BlockFormatWeights) {
     }
     ASSERT_OK(fused_moe_reference(want.args, Stream{}));
     ASSERT_OK(fused_moe(got.args, Stream{}));
-    expect_close(got.y, want.y, bound_of(want.args, magnitudes_of(want.args), false));
+    expect_close(got.y, want.y, bound_of(want.args, magnitudes_of(want.args), false, false));
   }
 }
 
@@ -344,11 +345,12 @@ TEST(FusedMoe, EveryRowGivesATokenTheSameBitsInAnyCompany) {
   }
 }
 
-// The number of tokens chooses the row, so rows of one device that take a call agree on its bits.
+// The number of tokens chooses the row, so rows of one device that take a call for which it must not count agree on its bits.
 TEST(FusedMoe, GpuRowsGiveTheSameBits) {
   for (const FusedMoeCase& c : fused_moe_cases(CaseSize::test)) {
     SCOPED_TRACE(c.name);
-    const FusedMoeProblem shapes(c, 9);
+    FusedMoeProblem shapes(c, 9);
+    shapes.args.batch_invariant = true;
     for (const Stream& stream : test_streams()) {
       if (stream.device == Device::cpu || c.tokens == 0) continue;
       std::vector<double> first;

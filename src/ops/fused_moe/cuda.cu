@@ -16,7 +16,7 @@
 #include "src/device/number.h"
 #include "src/device/ptx.h"
 #include "src/ops/fused_moe/gpu.h"
-#include "src/ops/gemm/gemm.h"
+#include "src/ops/gemm/sm90_tiles.h"
 
 namespace vivace {
 
@@ -189,8 +189,11 @@ __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ S
 
 // ---- the two products of one set of experts
 
+/// gemm::run or gemm::run_sm90.
+using Product = Status (*)(std::string_view name, const gemm::Problem& problem, const Stream& stream);
+
 /// `groups` describes rows, index and groups; the rest is filled in here.
-Status run_experts(const FusedMoeArgs& args, const Tensor& x, const Tensor& x_scale, const Matrices& m,
+Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, const Tensor& x_scale, const Matrices& m,
                    const Scratch::Part& part, const gemm::Problem& groups, const Stream& stream) {
   const int64_t intermediate = m.gate.shape[0], hidden = x.shape[1];
   const bool fp8_values = x.dtype == DType::fp8_e4m3, blocks = fp8_values && has_block_scales(args);
@@ -224,7 +227,7 @@ Status run_experts(const FusedMoeArgs& args, const Tensor& x, const Tensor& x_sc
     up.y = part.wide;
     up.y_type = DType::f32;
   }
-  VIVACE_TRY(gemm::run("fused_moe gate and up", up, stream));
+  VIVACE_TRY(product("fused_moe gate and up", up, stream));
 
   gemm::Problem down = groups;
   down.type = x.dtype;
@@ -257,10 +260,10 @@ Status run_experts(const FusedMoeArgs& args, const Tensor& x, const Tensor& x_sc
     down.a_scale_group_stride = 0;
     down.k_offset = args.block_offset;
   }
-  return gemm::run("fused_moe down", down, stream);
+  return product("fused_moe down", down, stream);
 }
 
-Status run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scratch& s,
+Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scratch& s,
                  const Stream& stream) {
   const int64_t experts = expert_count(args), top_k = args.expert_ids.shape[1], hidden = args.x.shape[1];
   const Tensor x = args.x.rows(t0, tokens), ids = args.expert_ids.rows(t0, tokens);
@@ -290,12 +293,12 @@ Status run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scr
     groups.group_start = s.start;
     groups.group_rows = s.rows;
     groups.groups = experts;
-    VIVACE_TRY(run_experts(args, x, x_scale, routed_matrices(args), s.routed, groups, stream));
+    VIVACE_TRY(run_experts(product, args, x, x_scale, routed_matrices(args), s.routed, groups, stream));
   }
   if (shared) {
     gemm::Problem groups;
     groups.rows = tokens;
-    VIVACE_TRY(run_experts(args, x, x_scale, shared_matrices(args), s.shared, groups, stream));
+    VIVACE_TRY(run_experts(product, args, x, x_scale, shared_matrices(args), s.shared, groups, stream));
   }
   const Tensor y = args.y.rows(t0, tokens), weights = args.expert_weights.rows(t0, tokens);
   SumParams sum;
@@ -323,15 +326,23 @@ Status run_block(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scr
   return launch("fused_moe sum", kernel, shape, stream, sum);
 }
 
-}  // namespace
-
-Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream) {
+Status run_blocks(Product product, const FusedMoeArgs& args, const Stream& stream) {
   const Scratch scratch(args, first_line(args.workspace));
   const int64_t tokens = args.x.shape[0];
   for (int64_t t = 0; t < tokens; t += scratch.block_tokens) {
-    VIVACE_TRY(run_block(args, t, std::min(scratch.block_tokens, tokens - t), scratch, stream));
+    VIVACE_TRY(run_block(product, args, t, std::min(scratch.block_tokens, tokens - t), scratch, stream));
   }
   return {};
+}
+
+}  // namespace
+
+Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream) {
+  return run_blocks(gemm::run, args, stream);
+}
+
+Status fused_moe_sm90_wide(const FusedMoeArgs& args, const Stream& stream) {
+  return run_blocks(gemm::run_sm90, args, stream);
 }
 
 }  // namespace vivace

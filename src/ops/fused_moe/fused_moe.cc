@@ -124,6 +124,7 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
            with_shared ? shared.gate.shape[0] * info_of(shared.down.dtype).block_bytes : 0)
       .add("shared_intermediate", with_shared ? shared.gate.shape[0] : 0)
       .add("rows_of_expert", rows_of_expert(args))
+      .add("batch_invariant", int64_t{args.batch_invariant})
       .add("outputs_of_tokens", args.x.shape[0] * (args.expert_ids.shape[1] + with_shared))
       .add("x_alignment", alignment_of(args.x))
       .add("gate_up_alignment", alignment_of(args.gate_up))

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/ops/gemm/limits.h"
 #include "src/ops/fused_moe/sm90_limits.h"
 #include "src/ops/linear/fp8_scales.h"
 #include "vivace/fused_moe.h"
@@ -11,6 +12,7 @@ Status fused_moe_reference(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cpu(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_cpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_sm90(const FusedMoeArgs& args, const Stream& stream);
+Status fused_moe_sm90_wide(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_gpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
 
@@ -121,11 +123,34 @@ inline constexpr Need kFusedMoeSm90Needs[] = {
     {"shared_alignment", Need::multiple_of, 16},
 };
 
+// As cuda.grouped, in products of warp groups.
+inline constexpr Need kFusedMoeSm90WideNeeds[] = {
+    {"compute_capability", Need::equals, 90},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"gate_up", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"down", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"batch_invariant", Need::equals, 0},
+    {"shared_of_other_type", Need::equals, 0},
+    {"stacked", Need::equals, 1},
+    {"experts", Need::at_most, gemm::kMostGroups},
+    {"hidden_bytes", Need::multiple_of, 16},
+    {"intermediate_bytes", Need::multiple_of, 16},
+    {"shared_intermediate_bytes", Need::multiple_of, 16},
+    {"block_offset", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"gate_up_alignment", Need::multiple_of, 16},
+    {"down_alignment", Need::multiple_of, 16},
+    {"shared_alignment", Need::multiple_of, 16},
+};
+
 inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
 #if VIVACE_CUDA
     {"sm90.stream", Device::cuda, kFusedMoeSm90Needs, fused_moe_sm90,
      "each warp streams weights through a ring of its own; two launches, a CTA has columns of y for all "
      "experts",
+     fused_moe_gpu_workspace_bytes},
+    {"sm90.wide", Device::cuda, kFusedMoeSm90WideNeeds, fused_moe_sm90_wide,
+     "tokens sorted by expert on the device, grouped products of warp groups, x read in place",
      fused_moe_gpu_workspace_bytes},
     {"cuda.grouped", Device::cuda, kFusedMoeCudaNeeds, fused_moe_cuda,
      "tokens sorted by expert on the device, grouped tensor-core products, x read in place",

@@ -40,6 +40,9 @@ inline std::span<const GroupedGemmCase> grouped_gemm_cases(CaseSize size) {
       {"fp8, odd sizes", {2, 3}, 7, 37, fp8, fp8, f32},
       {"fp8 blocks", {5, 0, 20}, 200, 272, fp8, fp8, f32, true, 1},
       {"fp8 blocks, large tiles", {140}, 6280, 144, fp8, fp8, bf16, true},
+      {"fp8, tiles of 64 to 192 rows", {100, 60, 33, 0, 128, 450, 1}, 136, 416, fp8, fp8, bf16, false, 3},
+      {"fp8 blocks, tiles of 64 to 192 rows", {100, 60, 33, 0, 128, 450, 1}, 136, 416, fp8, fp8, bf16, true, 0, 432},
+      {"bf16, tiles of 64 to 192 rows", {100, 60, 33, 0, 128, 450, 1}, 136, 208, bf16, bf16, f32},
       {"fp8 blocks, odd sizes", {2, 3}, 150, 133, fp8, fp8, f32, true},
   };
   static const std::vector<GroupedGemmCase> serving = {

@@ -6,12 +6,14 @@
 
 #if VIVACE_CUDA
 
-#include "src/ops/gemm/gemm.h"
+#include "src/ops/gemm/sm90_tiles.h"
 #include "src/ops/grouped_gemm/table.h"
 
 namespace vivace {
 
-Status grouped_gemm_cuda(const GroupedGemmArgs& args, const Stream& stream) {
+namespace {
+
+gemm::Problem problem_of(const GroupedGemmArgs& args) {
   gemm::Problem problem;
   problem.type = args.x.dtype;
   problem.a = args.x.data;
@@ -36,7 +38,17 @@ Status grouped_gemm_cuda(const GroupedGemmArgs& args, const Stream& stream) {
     problem.b_scale_group_stride = args.weight_scale.stride[0];
     problem.b_scale_stride = problem.block_scales ? args.weight_scale.stride[1] : 0;
   }
-  return gemm::run("grouped_gemm", problem, stream);
+  return problem;
+}
+
+}  // namespace
+
+Status grouped_gemm_cuda(const GroupedGemmArgs& args, const Stream& stream) {
+  return gemm::run("grouped_gemm", problem_of(args), stream);
+}
+
+Status grouped_gemm_sm90(const GroupedGemmArgs& args, const Stream& stream) {
+  return gemm::run_sm90("grouped_gemm", problem_of(args), stream);
 }
 
 }  // namespace vivace

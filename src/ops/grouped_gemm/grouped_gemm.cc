@@ -17,7 +17,9 @@ Facts grouped_gemm_facts(const GroupedGemmArgs& args) {
       .add("y", args.y.dtype)
       .add("k_bytes", args.x.shape[1] * info_of(args.x.dtype).block_bytes)
       .add("x_alignment", alignment_of(args.x))
-      .add("weight_alignment", alignment_of(args.weight));
+      .add("weight_alignment", alignment_of(args.weight))
+      .add("y_alignment", alignment_of(args.y))
+      .add("batch_invariant", int64_t{args.batch_invariant});
 }
 
 Status grouped_gemm(const GroupedGemmArgs& args, const Stream& stream) {

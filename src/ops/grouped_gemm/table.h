@@ -1,12 +1,14 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/ops/gemm/limits.h"
 #include "vivace/grouped_gemm.h"
 
 namespace vivace {
 
 Status grouped_gemm_reference(const GroupedGemmArgs& args, const Stream& stream);
 Status grouped_gemm_cpu(const GroupedGemmArgs& args, const Stream& stream);
+Status grouped_gemm_sm90(const GroupedGemmArgs& args, const Stream& stream);
 Status grouped_gemm_cuda(const GroupedGemmArgs& args, const Stream& stream);
 
 Facts grouped_gemm_facts(const GroupedGemmArgs& args);
@@ -41,9 +43,25 @@ inline constexpr Need kGroupedGemmCudaNeeds[] = {
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
 };
+// Its list of groups is in shared memory.
+inline constexpr Need kGroupedGemmSm90Needs[] = {
+    {"compute_capability", Need::equals, 90},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"weight", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"batch_invariant", Need::equals, 0},
+    {"groups", Need::at_most, gemm::kMostGroups},
+    {"k", Need::at_least, 1},
+    {"k_bytes", Need::multiple_of, 16},
+    {"n", Need::multiple_of, 8},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+    {"y_alignment", Need::multiple_of, 16},
+};
 
 inline constexpr Row<GroupedGemmArgs> kGroupedGemmRows[] = {
 #if VIVACE_CUDA
+    {"sm90.wide", Device::cuda, kGroupedGemmSm90Needs, grouped_gemm_sm90,
+     "warp groups multiply 128 rows of weights by up to 192 rows of x; tiles as high as a group needs"},
     {"cuda.grouped", Device::cuda, kGroupedGemmCudaNeeds, grouped_gemm_cuda,
      "tensor cores; the group of a tile is searched on the device"},
 #endif

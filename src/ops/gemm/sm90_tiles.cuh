@@ -1,0 +1,528 @@
+#pragma once
+
+// y[r] = a[index(r)] · b[g]ᵀ        warp-group products, compute capability 9.0a
+//
+// Two numbers for m rows of a group
+//   bytes  n k (weights once, while the rows of a group fit a tile) + m k + m n
+//   flops  2 m n k
+// Up to some 170 rows of fp8 the weights' bytes are the wall; then what enters an SM: a stage of 128 bytes of k brings
+// 128 (128 + rows) bytes for 4 rows cycles of the tensor cores.
+//
+// Rows of B are the rows of a product and rows of A its columns, of which a tile has as many as its group needs, in steps of
+// 32: dozens of rows waste little, and B is read once. A CTA stays and takes every gridDim-th tile. One warp group fills a
+// ring of stages: B by tensor copies, A by copies of 16 bytes wherever its rows lie. Two warp groups multiply 64 rows of B
+// each. Tensor cores add fp8 products with 13 bits, so sums of a stage, which is a block of scales, are added up in fp32.
+//
+// `gated` interleaves rows of gate and up in blocks of 8, by the tensor copy: a thread then holds both values of a column.
+// Values of y that are 8 or 16 bits wide are turned from columns into rows of y on their way through shared memory.
+
+#include <algorithm>
+#include <utility>
+
+#include "src/device/launch.h"
+#include "src/device/mma.h"
+#include "src/device/row.h"
+#include "src/device/tensor_map.h"
+#include "src/device/wgmma.h"
+#include "src/ops/gemm/sm90_tiles.h"
+#include "src/ops/gemm/tile.h"
+
+namespace vivace::gemm {
+
+template <class E, bool kBlockScales, bool kGated, int kRows_>
+struct WideTile {
+  static constexpr int kRows = kRows_;                        // of A, at most
+  static constexpr int kBRows = 128;                          // of B, of gate and up together if gated
+  static constexpr int kColumns = kGated ? kBRows / 2 : kBRows;  // of y
+  static constexpr int kConsumers = 256, kProducers = 128, kThreads = kConsumers + kProducers;
+  static constexpr bool kPromotes = sizeof(E) == 1;
+  static constexpr int kBBytes = kBRows * kRowBytes, kABytes = kRows * kRowBytes;
+  static constexpr int kScaleBytes = kBlockScales ? (kRows * 4 + 1023) / 1024 * 1024 : 0;
+  static constexpr int kStageBytes = kBBytes + kABytes + kScaleBytes;
+  // Of y on its way to memory, a part for each consumer group.
+  static constexpr int kOutWidth = (kGated ? static_cast<int>(sizeof(E)) : 2) * kColumns / 2;  // bytes of a row
+  static constexpr int kOutBytes = 2 * kRows * kOutWidth;
+  static constexpr int kListBytes = (3 * kMostGroups + 1 + kThreads / 32) * static_cast<int>(sizeof(int32_t));
+  static constexpr int kMostStages = 8, kBarrierBytes = 2 * kMostStages * static_cast<int>(sizeof(device::Barrier));
+  static constexpr int kRoom = 227 * 1024 - kOutBytes - kListBytes - kBarrierBytes;
+  static constexpr int kStages = std::min(kRoom / kStageBytes, kMostStages);
+  static constexpr int kBarriersAt = kStages * kStageBytes + kOutBytes;
+  static constexpr int kListAt = kBarriersAt + kBarrierBytes;
+  static constexpr int kSmemBytes = kListAt + kListBytes;
+  static constexpr int kLate = 2;  // stages of A that are under way when one is declared full
+  static_assert(kStages > kLate && kRows % 32 == 0);
+};
+
+/// The groups with their rows clipped to those there are, and how many tiles come before each.
+struct GroupList {
+  int32_t *tiles, *start, *rows;  ///< [groups + 1], [groups], [groups] in shared memory
+  int32_t* of_warp;               ///< [warps]
+
+  /// By all threads of the CTA.
+  template <int kThreads, int kRows>
+  __device__ __forceinline__ void build(const Problem& p, int column_tiles) {
+    const int groups = static_cast<int>(p.groups), each = (groups + kThreads - 1) / kThreads;
+    const int first = static_cast<int>(threadIdx.x) * each, last = min(first + each, groups);
+    int mine = 0;
+    for (int g = first; g < last; ++g) {
+      int64_t begin = 0, end = p.rows;
+      if (p.group_start != nullptr) {
+        begin = max(p.group_start[g], 0);
+        end = min(int64_t{p.group_start[g]} + p.group_rows[g], p.rows);
+      }
+      start[g] = static_cast<int32_t>(begin);
+      rows[g] = static_cast<int32_t>(max(end - begin, int64_t{0}));
+      mine += (rows[g] + kRows - 1) / kRows * column_tiles;
+    }
+    int inclusive = mine;
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(device::kAllLanes, inclusive, step);
+      if (lane >= step) inclusive += below;
+    }
+    if (lane == 31) of_warp[warp] = inclusive;
+    __syncthreads();
+    int before = inclusive - mine;
+    for (int w = 0; w < warp; ++w) before += of_warp[w];
+    for (int g = first; g < last; ++g) {
+      tiles[g] = before;
+      before += (rows[g] + kRows - 1) / kRows * column_tiles;
+    }
+    if (threadIdx.x == kThreads - 1) tiles[groups] = before;
+    __syncthreads();
+  }
+};
+
+/// What a tile is of: columns of one group, and an even share of its rows.
+struct WideTileAt {
+  int32_t group, row, rows, column;
+};
+
+/// A warp's walk over the tiles of its CTA, in the order of groups; rows of a group that meet the same weights lie together.
+struct TileWalk {
+  const GroupList& list;
+  int groups, column_tiles, columns, tile, group = 0;
+
+  template <int kRows>
+  __device__ __forceinline__ bool next(WideTileAt& at) {
+    if (tile >= list.tiles[groups]) return false;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (;;) {
+      const int ahead = min(group + 1 + lane, groups);
+      const int passed = __popc(__ballot_sync(device::kAllLanes, list.tiles[ahead] <= tile));
+      group += passed;
+      if (passed < 32) break;
+    }
+    const int place = tile - list.tiles[group], rows = list.rows[group];
+    const int blocks = (rows + kRows - 1) / kRows, block = place % blocks;
+    const auto begin_of = [&](int b) { return static_cast<int>(int64_t{rows} * b / blocks); };
+    at.group = group;
+    at.row = list.start[group] + begin_of(block);
+    at.rows = begin_of(block + 1) - begin_of(block);
+    at.column = place / blocks * columns;
+    tile += static_cast<int>(gridDim.x);
+    return true;
+  }
+};
+
+/// Fills the ring. By a warp group.
+template <class T, class E>
+__device__ __forceinline__ void feed(const CUtensorMap& map, const Problem& p, TileWalk walk, int steps,
+                                     uint8_t* smem, device::Barrier* full, device::Barrier* empty) {
+  constexpr int kRowsAtOnce = T::kProducers / kChunks, kCopies = T::kRows / kRowsAtOnce;
+  const int thread = static_cast<int>(threadIdx.x) - T::kConsumers, lane = thread % 32;
+  const int copy_row = thread / kChunks, chunk = thread % kChunks;
+  const auto* a = static_cast<const uint8_t*>(p.a);
+  const int64_t a_bytes = p.a_stride * static_cast<int64_t>(sizeof(E));
+  const int k_bytes = static_cast<int>(p.k) * static_cast<int>(sizeof(E));
+  device::RingPosition<T::kStages> at, late;
+  at.parity = 1;
+  int under_way = 0;
+  const auto declare_full = [&] {  // what this thread wrote is seen by the products
+    device::publish_to_async_proxy();
+    __syncwarp();
+    if (lane == 0) device::arrive(full + late.stage);
+    late.next();
+  };
+  WideTileAt tile;
+  while (walk.next<T::kRows>(tile)) {
+    const int row_steps = (tile.rows + 31) / 32;  // of 32
+    uint32_t from[kCopies];  // where rows of A begin, in chunks; rows past the last repeat it
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (i / 2 >= row_steps) break;
+      const int row = tile.row + min(copy_row + i * kRowsAtOnce, tile.rows - 1);
+      const int64_t source = p.a_index != nullptr ? p.a_index[row] : row;
+      from[i] = static_cast<uint32_t>(source * a_bytes / kChunkBytes);
+    }
+    int32_t scale_rows[(T::kRows + T::kProducers - 1) / T::kProducers];
+    if constexpr (T::kScaleBytes > 0) {
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(std::size(scale_rows)); ++i) {
+        const int row = tile.row + min(thread + i * T::kProducers, tile.rows - 1);
+        scale_rows[i] = p.a_index != nullptr ? p.a_index[row] : row;
+      }
+    }
+    for (int step = 0; step < steps; ++step, at.next()) {
+      device::wait_for(empty + at.stage, at.parity);
+      uint8_t* const stage = smem + at.stage * T::kStageBytes;
+      const int k = step * kRowBytes - static_cast<int>(p.k_offset);
+      if (thread == 0) {
+        device::arrive_and_expect(full + at.stage, T::kBBytes);
+        if constexpr (T::kColumns < T::kBRows) {
+          device::tensor_load(stage, &map, full + at.stage, k, 0, 0, tile.column / 8, tile.group);
+        } else {
+          device::tensor_load(stage, &map, full + at.stage, k, tile.column, tile.group, 0, 0);
+        }
+      }
+      const int byte = k + chunk * kChunkBytes;
+      const bool inside = byte >= 0 && byte < k_bytes;
+      uint8_t* to = stage + T::kBBytes + device::swizzled<kRowBytes>(copy_row, chunk);
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        if (i / 2 >= row_steps) break;
+        device::copy_16_async(to + i * kRowsAtOnce * kRowBytes,
+                              a + int64_t{from[i]} * kChunkBytes + (inside ? byte : 0), inside);
+      }
+      if constexpr (T::kScaleBytes > 0) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(std::size(scale_rows)); ++i) {
+          const int row = thread + i * T::kProducers;
+          if (row < 32 * row_steps) {
+            device::copy_4_async(stage + T::kBBytes + T::kABytes + row * 4,
+                                 p.a_scale + scale_rows[i] * p.a_scale_stride + step);
+          }
+        }
+      }
+      device::commit_copies();
+      if (under_way < T::kLate) {
+        ++under_way;
+        continue;
+      }
+      device::wait_for_copies<T::kLate>();
+      declare_full();
+    }
+  }
+  device::wait_for_copies<0>();
+  for (; under_way > 0; --under_way) declare_full();
+}
+
+/// A warp's share of y: the 16 rows of B that it multiplied, by up to kN rows of A.
+template <class T, class E, int kN>
+struct WideSums {
+  const Problem& p;
+  const WideTileAt& tile;
+  uint8_t* out;  ///< of the warp's group
+  int group, warp, lane;  ///< of consumers, of the group, of the warp
+
+  static constexpr bool kGated = T::kColumns < T::kBRows;
+  static constexpr int kBlocks = kN / 8;  // of 8 rows of A
+
+  __device__ __forceinline__ int first_column() const {  // of the warp
+    return tile.column + (group * 4 + warp) * (kGated ? 8 : 16);
+  }
+
+  /// Scales of one per tensor, SiLU, the scale of y.
+  __device__ __forceinline__ void finish(float (&sums)[kN / 2], bool up_first) const {
+    if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
+      const float a = p.a_scale[tile.group * p.a_scale_group_stride];
+      const float first = a * p.b_scale[tile.group * p.b_scale_group_stride];
+      const float second = kGated ? a * p.b_up_scale[tile.group * p.b_scale_group_stride] : first;
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i) sums[i] *= i % 4 < 2 ? first : second;
+    }
+    if constexpr (kGated) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {  // a column's two rows in sums[2 i] and sums[2 i + 1]
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float first = sums[4 * i + e], second = sums[4 * i + 2 + e];
+          sums[2 * i + e] = device::gated(up_first ? second : first, up_first ? first : second);
+        }
+      }
+      if (p.y_scale != nullptr) {
+        device::divide(reinterpret_cast<float(&)[kN / 4]>(sums),
+                       p.y_scale[tile.group * p.y_scale_group_stride]);
+      }
+    }
+  }
+
+  /// fp32: a lane's values one by one, eight lanes a sector.
+  __device__ __forceinline__ void store_wide(const float (&sums)[kN / 2]) const {
+    constexpr int kHalves = kGated ? 1 : 2;
+    const int column = first_column() + lane / 4;
+    float* y = static_cast<float*>(p.y) + int64_t{tile.row} * p.y_stride + column;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = 8 * i + lane % 4 * 2 + e;
+        if (row >= tile.rows) continue;
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          if (column + 8 * half < p.n)
+            y[row * p.y_stride + 8 * half] = sums[2 * kHalves * i + 2 * half + e];
+        }
+      }
+    }
+  }
+
+  /// Narrow values, turned through shared memory: chunks of 16 bytes, of which a row of `out` has kOutWidth / 16.
+  __device__ __forceinline__ void store_narrow(const float (&sums)[kN / 2]) const {
+    constexpr int kChunksOfRow = (kGated && sizeof(E) == 1 ? 2 : 1) * T::kOutWidth / 16;
+    // Rows of 64 bytes meet the same banks every second time.
+    const auto place = [&](int row, int of_row) {
+      const int shift = kChunksOfRow == 8 ? row % 8 : row / 2 % 4;
+      return out + row * (kChunksOfRow * 16) + (of_row ^ shift) * 16;
+    };
+    device::named_barrier(1 + group, 128);  // the last tile of it is stored
+    if constexpr (!kGated) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; i += 2) {
+        uint32_t words[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float* v = sums + 4 * (i + m / 2) + 2 * (m % 2);
+          words[m] = device::pack<bf16>(v[0], v[1]);
+        }
+        device::store_matrices_transposed(place(8 * (i + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), words);
+      }
+    } else if constexpr (sizeof(E) == 2) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; i += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) words[m] = device::pack<bf16>(sums[2 * (i + m)], sums[2 * (i + m) + 1]);
+        device::store_matrices_transposed(place(8 * (i + lane / 8) + lane % 8, warp), words);
+      }
+    } else {
+      // Pairs of rows as 16 bits: a chunk has 8 columns of rows r and r + 1, in turn. Of 16 rows the pairs of the first 8
+      // alternate with those of the others.
+#pragma unroll
+      for (int i = 0; i < kBlocks; i += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const float* v = sums + 2 * (i + 2 * m);
+          words[m] = device::pack<fp8>(v[0], v[1]) | device::pack<fp8>(v[2], v[3]) << 16;
+        }
+        device::store_two_matrices_transposed(place(4 * i + lane % 16, warp), words[0], words[1]);
+      }
+    }
+    device::named_barrier(1 + group, 128);
+
+    const int thread = warp * 32 + lane;
+    const int column = tile.column + group * (T::kColumns / 2) + thread % kChunksOfRow * 8;
+    if (column >= p.n) return;
+    if constexpr (kGated && sizeof(E) == 1) {
+#pragma unroll 4
+      for (int pair = thread / kChunksOfRow; pair < kN / 2; pair += 128 / kChunksOfRow) {
+        const int row = pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2;
+        const uint4 v = *reinterpret_cast<const uint4*>(place(pair, thread % kChunksOfRow));
+        fp8* y = static_cast<fp8*>(p.y) + (int64_t{tile.row} + row) * p.y_stride + column;
+        if (row < tile.rows) {
+          *reinterpret_cast<uint2*>(y) =
+              make_uint2(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.z, v.w, 0x6420));
+        }
+        if (row + 1 < tile.rows) {
+          *reinterpret_cast<uint2*>(y + p.y_stride) =
+              make_uint2(__byte_perm(v.x, v.y, 0x7531), __byte_perm(v.z, v.w, 0x7531));
+        }
+      }
+    } else {
+      bf16* y = static_cast<bf16*>(p.y) + int64_t{tile.row} * p.y_stride + column;
+#pragma unroll 4
+      for (int row = thread / kChunksOfRow; row < tile.rows; row += 128 / kChunksOfRow) {
+        *reinterpret_cast<uint4*>(y + row * p.y_stride) =
+            *reinterpret_cast<const uint4*>(place(row, thread % kChunksOfRow));
+      }
+    }
+  }
+};
+
+/// One tile with up to kN rows of A: its products, and what becomes of them.
+template <class T, class E, int kN>
+__device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt& tile, int steps,
+                                              bool up_first, uint8_t* smem, device::Barrier* full, device::Barrier* empty,
+                                              device::RingPosition<T::kStages>& at) {
+  constexpr bool kGated = T::kColumns < T::kBRows;
+  const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const WideSums<T, E, kN> result{p, tile, smem + T::kStages * T::kStageBytes + group * (T::kOutBytes / 2),
+                                  group, warp, lane};
+  float sums[kN / 2] = {};
+  float products[T::kPromotes ? kN / 2 : 1];
+
+  // Scales of the blocks that the warp's rows of B lie in, loaded a step ahead.
+  const float *b_scales = nullptr, *b_up_scales = nullptr;
+  float b_scale = 0.f, b_up_scale = 0.f;
+  if constexpr (T::kScaleBytes > 0) {
+    const int64_t column = min(int64_t{result.first_column()}, p.n - 1);
+    const int64_t block = tile.group * p.b_scale_group_stride +
+                          (column + p.n_offset) / kScaleBlock * p.b_scale_stride;
+    b_scales = p.b_scale + block;
+    b_up_scales = (kGated ? p.b_up_scale : p.b_scale) + block;
+    b_scale = b_scales[0];
+    b_up_scale = b_up_scales[0];
+  }
+  for (int step = 0; step < steps; ++step, at.next()) {
+    const uint8_t* stage = smem + at.stage * T::kStageBytes;
+    const uint8_t* b = stage + group * (T::kBBytes / 2);
+    const uint8_t* a = stage + T::kBBytes;
+    float next_scale = 0.f, next_up_scale = 0.f;
+    if constexpr (T::kScaleBytes > 0) {
+      const int ahead = min(step + 1, steps - 1);
+      next_scale = b_scales[ahead];
+      if (kGated) next_up_scale = b_up_scales[ahead];
+    }
+    device::wait_for(full + at.stage, at.parity);
+    device::begin_products();
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+      const uint64_t rows = device::swizzled_operand(b + 32 * k), columns = device::swizzled_operand(a + 32 * k);
+      if constexpr (T::kPromotes) {
+        device::Wgmma<E, kN>::multiply(products, rows, columns, k > 0);
+      } else {
+        device::Wgmma<E, kN>::multiply(sums, rows, columns);
+      }
+    }
+    device::commit_products();
+    device::wait_for_products<0>();
+    if constexpr (!T::kPromotes) {
+      device::hold_products(sums);
+    } else {
+      device::hold_products(products);
+      if constexpr (T::kScaleBytes == 0) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) sums[i] += products[i];
+      } else {
+        const float* scales = reinterpret_cast<const float*>(a + T::kABytes) + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kN / 8; ++i) {
+          const float2 of_rows = *reinterpret_cast<const float2*>(scales + 8 * i);
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            const float scale =
+                (v % 2 == 0 ? of_rows.x : of_rows.y) * (kGated && v >= 2 ? b_up_scale : b_scale);
+            sums[4 * i + v] = fmaf(products[4 * i + v], scale, sums[4 * i + v]);
+          }
+        }
+        b_scale = next_scale;
+        b_up_scale = next_up_scale;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) device::arrive(empty + at.stage);
+  }
+  result.finish(sums, up_first);
+  if (p.y_type == DType::f32) {
+    result.store_wide(sums);
+  } else {
+    result.store_narrow(sums);
+  }
+}
+
+template <class T, class E>
+__global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_constant__ CUtensorMap map,
+                                                              const __grid_constant__ Problem p,
+                                                              int column_tiles, int steps, bool up_first) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  auto* const full = reinterpret_cast<device::Barrier*>(smem + T::kBarriersAt);
+  auto* const empty = full + T::kStages;
+  auto* const lists = reinterpret_cast<int32_t*>(smem + T::kListAt);
+  GroupList list{lists, lists + kMostGroups + 1, lists + 2 * kMostGroups + 1, lists + 3 * kMostGroups + 1};
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < T::kStages; ++i) {
+      device::init_barrier(full + i, 1 + T::kProducers / 32);
+      device::init_barrier(empty + i, T::kConsumers / 32);
+    }
+    device::publish_barriers();
+    device::prefetch_tensor_map(&map);
+  }
+  device::let_next_kernel_start();
+  device::wait_for_previous_kernel();
+  list.template build<T::kThreads, T::kRows>(p, column_tiles);
+  TileWalk walk{list, static_cast<int>(p.groups), column_tiles, T::kColumns, static_cast<int>(blockIdx.x)};
+
+  if (threadIdx.x >= T::kConsumers) {
+    device::give_up_registers<40>();
+    feed<T, E>(map, p, walk, steps, smem, full, empty);
+    return;
+  }
+  device::take_registers<232>();
+  device::RingPosition<T::kStages> at;
+  WideTileAt tile;
+  const auto multiply = [&]<int kN> {
+    if constexpr (kN <= T::kRows) multiply_tile<T, E, kN>(p, tile, steps, up_first, smem, full, empty, at);
+  };
+  while (walk.next<T::kRows>(tile)) {
+    switch ((tile.rows + 31) / 32) {
+      case 1: multiply.template operator()<32>(); break;
+      case 2: multiply.template operator()<64>(); break;
+      case 3: multiply.template operator()<96>(); break;
+      case 4: multiply.template operator()<128>(); break;
+      case 5: multiply.template operator()<160>(); break;
+      default: multiply.template operator()<192>(); break;
+    }
+  }
+}
+
+/// Weights as boxes of a stage: 128 bytes of k of 128 rows, or of 64 rows each of gate and up, in turns of 8.
+template <class T, class E>
+Status make_map(const Problem& p, CUtensorMap& map) {
+  constexpr auto kSize = static_cast<int64_t>(sizeof(E));
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  const int64_t row = p.b_stride * kSize, group = p.groups > 1 ? p.b_group_stride * kSize : row;
+  if constexpr (T::kColumns == T::kBRows) {
+    return device::make_tensor_map({.data = p.b,
+                                    .extent = {u(p.k * kSize), u(p.n), u(p.groups), 1, 1},
+                                    .stride = {u(row), u(group), u(group), u(group)},
+                                    .box = {kRowBytes, T::kBRows, 1, 1, 1}},
+                                   map);
+  } else {
+    const int64_t up = static_cast<const uint8_t*>(p.b_up) - static_cast<const uint8_t*>(p.b);
+    return device::make_tensor_map({.data = p.b,
+                                    .extent = {u(p.k * kSize), 8, 2, u(p.n / 8), u(p.groups)},
+                                    .stride = {u(row), u(up), u(8 * row), u(group)},
+                                    .box = {kRowBytes, 8, 2, T::kColumns / 8, 1}},
+                                   map);
+  }
+}
+
+template <class E, bool kBlockScales, bool kGated, int kRows>
+Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int sms) {
+  using T = WideTile<E, kBlockScales, kGated, kRows>;
+  const bool up_first = kGated && p.b_up < p.b;  // the tensor copy goes upwards in memory
+  if (up_first) {
+    std::swap(p.b, p.b_up);
+    std::swap(p.b_scale, p.b_up_scale);
+  }
+  CUtensorMap map;
+  VIVACE_TRY((make_map<T, E>(p, map)));
+  const int64_t column_tiles = (p.n + T::kColumns - 1) / T::kColumns;
+  const int64_t most_tiles = (p.rows / kRows + std::min(p.groups, p.rows)) * column_tiles;
+  const auto size = static_cast<int64_t>(sizeof(E));
+  const auto steps = static_cast<int>((p.k * size + p.k_offset + kRowBytes - 1) / kRowBytes);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(most_tiles, sms))),
+                          .block = dim3(T::kThreads),
+                          .smem_bytes = T::kSmemBytes,
+                          .overlap_previous = true};
+  return launch(name, wide_kernel<T, E>, shape, stream, map, p, static_cast<int>(column_tiles), steps,
+                up_first);
+}
+
+template <class E, bool kBlockScales>
+Status run_wide_tiles(std::string_view name, const Problem& p, const Stream& stream, int sms) {
+  // Short tiles leave room for more stages, which is what dozens of rows need.
+  const bool few = p.rows <= 48 * p.groups;
+  if (p.gated) {
+    return few ? run_wide_tile<E, kBlockScales, true, 64>(name, p, stream, sms)
+               : run_wide_tile<E, kBlockScales, true, 192>(name, p, stream, sms);
+  }
+  return few ? run_wide_tile<E, kBlockScales, false, 64>(name, p, stream, sms)
+             : run_wide_tile<E, kBlockScales, false, 192>(name, p, stream, sms);
+}
+
+}  // namespace vivace::gemm
