@@ -24,12 +24,12 @@ struct ExpertWeights {
 
 struct FusedMoeArgs {
   Tensor x;
-  Tensor x_scale;                          ///< with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]
-  Tensor gate_up, down;                    ///< stacked experts; absent when `experts` is given
-  Tensor gate_up_scale;                    ///< with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
-  Tensor down_scale;                       ///< with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
-  Tensor act_scale;                        ///< with fp8 weights of one scale an expert: f32 [1] or [experts]
-  int64_t block_offset = 0;                ///< 0 .. 127: where this slice of the intermediate starts in a block of 128
+  Tensor x_scale;            ///< with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]
+  Tensor gate_up, down;      ///< stacked experts; absent when `experts` is given
+  Tensor gate_up_scale;      ///< with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
+  Tensor down_scale;         ///< with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
+  Tensor act_scale;          ///< with fp8 weights of one scale an expert: f32 [1] or [experts]
+  int64_t block_offset = 0;  ///< 0 .. 127: where this slice of the intermediate starts in a block of 128
   std::span<const ExpertWeights> experts;  ///< or one by one; read during the call only
   ExpertWeights shared;                    ///< optional expert that every token visits
   Tensor expert_ids;

@@ -265,10 +265,10 @@ __device__ __forceinline__ int add_acquire_release(int* counter, int value) {
 /// Four 8 x 8 matrices of 16-bit elements, row l / 4 and columns 2 (l % 4) and + 1 in lane l, transposed; lane l gives the
 /// address of row l % 8 of matrix l / 8 of the results.
 __device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   shared_address(row)),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
 }
 /// Two of them; addresses of lanes 0 to 15 count.
 __device__ __forceinline__ void store_two_matrices_transposed(void* row, uint32_t first, uint32_t second) {

@@ -398,8 +398,9 @@ TEST(SameBits, AttentionDecodeOfBatchesThatTakeTurns) {
         ASSERT_OK(attention_decode_reference(want.args, Stream{}));
         const Bound bound = attention_bounds(want.args.attention, Device::cuda).output;
         EXPECT_TRUE(close(p.args.attention.output, want.args.attention.output, bound));
-        if (stream.compute_capability == 90)
+        if (stream.compute_capability == 90) {
           EXPECT_EQ(attention_decode_explain(p.args, stream).row, "sm90.warps");
+        }
       }
       ASSERT_EQ(std::memcmp(bits, first[turn % 2].data(), first[turn % 2].size()), 0) << "turn " << turn;
     }

@@ -117,7 +117,8 @@ TEST(FusedMoe, EveryRowAgreesWithTheReference) {
         FusedMoeProblem got(c, 1, stream);
         if (c.tokens > 0) ASSERT_OK(row.run(got.args, stream));
         const bool tensor_cores = stream.device == Device::cuda;
-        expect_close(got.args.y, want.args.y, bound_of(want.args, magnitudes, tensor_cores, row.name == "sm90.wide"));
+        expect_close(got.args.y, want.args.y,
+                     bound_of(want.args, magnitudes, tensor_cores, row.name == "sm90.wide"));
         EXPECT_TRUE(got.y.canaries_intact() && got.workspace.canaries_intact());
       });
     }

@@ -61,8 +61,8 @@ TEST(GroupedGemm, EveryRowAgreesWithTheReference) {
         // 2^-23 of the largest.
         const double k = static_cast<double>(c.k);
         const bool tensor_cores = stream.device == Device::cuda;
-        const double sum = tensor_cores ? (17 * 0x1p-25 + 0x1p-23) * (k / 16 + 1)
-                                        : 4 * 0x1p-24 * std::sqrt(k) + 0x1p-23;
+        const double sum =
+            tensor_cores ? (17 * 0x1p-25 + 0x1p-23) * (k / 16 + 1) : 4 * 0x1p-24 * std::sqrt(k) + 0x1p-23;
         const double lost = row.name.starts_with("sm90") && c.x == DType::fp8_e4m3 ? 1 : 0;
         for (size_t i = 0; i < values.size(); ++i) {
           if (std::isnan(magnitude.sum[i])) {

@@ -193,8 +193,9 @@ __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ S
 using Product = Status (*)(std::string_view name, const gemm::Problem& problem, const Stream& stream);
 
 /// `groups` describes rows, index and groups; the rest is filled in here.
-Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, const Tensor& x_scale, const Matrices& m,
-                   const Scratch::Part& part, const gemm::Problem& groups, const Stream& stream) {
+Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, const Tensor& x_scale,
+                   const Matrices& m, const Scratch::Part& part, const gemm::Problem& groups,
+                   const Stream& stream) {
   const int64_t intermediate = m.gate.shape[0], hidden = x.shape[1];
   const bool fp8_values = x.dtype == DType::fp8_e4m3, blocks = fp8_values && has_block_scales(args);
   gemm::Problem up = groups;

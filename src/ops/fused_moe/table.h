@@ -1,8 +1,8 @@
 #pragma once
 
 #include "src/core/dispatch.h"
-#include "src/ops/gemm/limits.h"
 #include "src/ops/fused_moe/sm90_limits.h"
+#include "src/ops/gemm/limits.h"
 #include "src/ops/linear/fp8_scales.h"
 #include "vivace/fused_moe.h"
 

@@ -31,8 +31,8 @@ namespace vivace::gemm {
 
 template <class E, bool kBlockScales, bool kGated, int kRows_>
 struct WideTile {
-  static constexpr int kRows = kRows_;                        // of A, at most
-  static constexpr int kBRows = 128;                          // of B, of gate and up together if gated
+  static constexpr int kRows = kRows_;                           // of A, at most
+  static constexpr int kBRows = 128;                             // of B, of gate and up together if gated
   static constexpr int kColumns = kGated ? kBRows / 2 : kBRows;  // of y
   static constexpr int kConsumers = 256, kProducers = 128, kThreads = kConsumers + kProducers;
   static constexpr bool kPromotes = sizeof(E) == 1;
@@ -40,10 +40,12 @@ struct WideTile {
   static constexpr int kScaleBytes = kBlockScales ? (kRows * 4 + 1023) / 1024 * 1024 : 0;
   static constexpr int kStageBytes = kBBytes + kABytes + kScaleBytes;
   // Of y on its way to memory, a part for each consumer group.
-  static constexpr int kOutWidth = (kGated ? static_cast<int>(sizeof(E)) : 2) * kColumns / 2;  // bytes of a row
+  static constexpr int kOutWidth =
+      (kGated ? static_cast<int>(sizeof(E)) : 2) * kColumns / 2;  // bytes of a row
   static constexpr int kOutBytes = 2 * kRows * kOutWidth;
   static constexpr int kListBytes = (3 * kMostGroups + 1 + kThreads / 32) * static_cast<int>(sizeof(int32_t));
-  static constexpr int kMostStages = 8, kBarrierBytes = 2 * kMostStages * static_cast<int>(sizeof(device::Barrier));
+  static constexpr int kMostStages = 8,
+                       kBarrierBytes = 2 * kMostStages * static_cast<int>(sizeof(device::Barrier));
   static constexpr int kRoom = 227 * 1024 - kOutBytes - kListBytes - kBarrierBytes;
   static constexpr int kStages = std::min(kRoom / kStageBytes, kMostStages);
   static constexpr int kBarriersAt = kStages * kStageBytes + kOutBytes;
@@ -213,7 +215,7 @@ template <class T, class E, int kN>
 struct WideSums {
   const Problem& p;
   const WideTileAt& tile;
-  uint8_t* out;  ///< of the warp's group
+  uint8_t* out;           ///< of the warp's group
   int group, warp, lane;  ///< of consumers, of the group, of the warp
 
   static constexpr bool kGated = T::kColumns < T::kBRows;
@@ -261,8 +263,7 @@ struct WideSums {
         if (row >= tile.rows) continue;
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-          if (column + 8 * half < p.n)
-            y[row * p.y_stride + 8 * half] = sums[2 * kHalves * i + 2 * half + e];
+          if (column + 8 * half < p.n) y[row * p.y_stride + 8 * half] = sums[2 * kHalves * i + 2 * half + e];
         }
       }
     }
@@ -286,7 +287,8 @@ struct WideSums {
           const float* v = sums + 4 * (i + m / 2) + 2 * (m % 2);
           words[m] = device::pack<bf16>(v[0], v[1]);
         }
-        device::store_matrices_transposed(place(8 * (i + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), words);
+        device::store_matrices_transposed(place(8 * (i + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
+                                          words);
       }
     } else if constexpr (sizeof(E) == 2) {
 #pragma unroll
@@ -344,13 +346,13 @@ struct WideSums {
 /// One tile with up to kN rows of A: its products, and what becomes of them.
 template <class T, class E, int kN>
 __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt& tile, int steps,
-                                              bool up_first, uint8_t* smem, device::Barrier* full, device::Barrier* empty,
-                                              device::RingPosition<T::kStages>& at) {
+                                              bool up_first, uint8_t* smem, device::Barrier* full,
+                                              device::Barrier* empty, device::RingPosition<T::kStages>& at) {
   constexpr bool kGated = T::kColumns < T::kBRows;
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const WideSums<T, E, kN> result{p, tile, smem + T::kStages * T::kStageBytes + group * (T::kOutBytes / 2),
-                                  group, warp, lane};
+  const WideSums<T, E, kN> result{
+      p, tile, smem + T::kStages * T::kStageBytes + group * (T::kOutBytes / 2), group, warp, lane};
   float sums[kN / 2] = {};
   float products[T::kPromotes ? kN / 2 : 1];
 
@@ -359,8 +361,8 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
   float b_scale = 0.f, b_up_scale = 0.f;
   if constexpr (T::kScaleBytes > 0) {
     const int64_t column = min(int64_t{result.first_column()}, p.n - 1);
-    const int64_t block = tile.group * p.b_scale_group_stride +
-                          (column + p.n_offset) / kScaleBlock * p.b_scale_stride;
+    const int64_t block =
+        tile.group * p.b_scale_group_stride + (column + p.n_offset) / kScaleBlock * p.b_scale_stride;
     b_scales = p.b_scale + block;
     b_up_scales = (kGated ? p.b_up_scale : p.b_scale) + block;
     b_scale = b_scales[0];
@@ -380,7 +382,8 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
     device::begin_products();
 #pragma unroll
     for (int k = 0; k < kSlices; ++k) {
-      const uint64_t rows = device::swizzled_operand(b + 32 * k), columns = device::swizzled_operand(a + 32 * k);
+      const uint64_t rows = device::swizzled_operand(b + 32 * k),
+                     columns = device::swizzled_operand(a + 32 * k);
       if constexpr (T::kPromotes) {
         device::Wgmma<E, kN>::multiply(products, rows, columns, k > 0);
       } else {
@@ -459,12 +462,24 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   };
   while (walk.next<T::kRows>(tile)) {
     switch ((tile.rows + 31) / 32) {
-      case 1: multiply.template operator()<32>(); break;
-      case 2: multiply.template operator()<64>(); break;
-      case 3: multiply.template operator()<96>(); break;
-      case 4: multiply.template operator()<128>(); break;
-      case 5: multiply.template operator()<160>(); break;
-      default: multiply.template operator()<192>(); break;
+      case 1:
+        multiply.template operator()<32>();
+        break;
+      case 2:
+        multiply.template operator()<64>();
+        break;
+      case 3:
+        multiply.template operator()<96>();
+        break;
+      case 4:
+        multiply.template operator()<128>();
+        break;
+      case 5:
+        multiply.template operator()<160>();
+        break;
+      default:
+        multiply.template operator()<192>();
+        break;
     }
   }
 }
