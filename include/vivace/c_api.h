@@ -38,32 +38,32 @@ const char* vivace_version(void);
 typedef int32_t vivace_code;
 enum {
   VIVACE_OK = 0,
-  VIVACE_INVALID_ARGUMENT = 1, /* the caller's value is wrong; the message names it and what would fit */
-  VIVACE_UNSUPPORTED = 2,      /* the value is meaningful, but nothing here can do it */
-  VIVACE_NOT_FOUND = 3,        /* an operator or row of that name does not exist */
+  VIVACE_INVALID_ARGUMENT = 1,   /* the caller's value is wrong; the message names it and what would fit */
+  VIVACE_UNSUPPORTED = 2,        /* the value is meaningful, but nothing here can do it */
+  VIVACE_NOT_FOUND = 3,          /* an operator or row of that name does not exist */
   VIVACE_IO_ERROR = 4,
   VIVACE_OUT_OF_MEMORY = 5,
   VIVACE_RESOURCE_EXHAUSTED = 6,
   VIVACE_CANCELLED = 7,
-  VIVACE_DEVICE_ERROR = 8, /* a launch or the device failed */
-  VIVACE_INTERNAL = 9      /* a defect of this library */
+  VIVACE_DEVICE_ERROR = 8,       /* a launch or the device failed */
+  VIVACE_INTERNAL = 9            /* a defect of this library */
 };
 /* The message of this thread's last failed call; "" before the first. */
 const char* vivace_last_error(void);
 
 enum { /* vivace_tensor.dtype */
-       VIVACE_F32 = 1,
-       VIVACE_F16 = 2,
-       VIVACE_BF16 = 3,
-       VIVACE_FP8_E4M3 = 4, /* the finite one, "e4m3fn" */
-       VIVACE_U8 = 5,
-       VIVACE_I32 = 6,
-       VIVACE_I64 = 7,
-       VIVACE_Q4_0 = 16, /* block formats of GGUF; shape and strides count weights, not bytes */
-       VIVACE_Q4_1 = 17,
-       VIVACE_Q8_0 = 18,
-       VIVACE_Q4_K = 19,
-       VIVACE_Q6_K = 20
+  VIVACE_F32 = 1,
+  VIVACE_F16 = 2,
+  VIVACE_BF16 = 3,
+  VIVACE_FP8_E4M3 = 4, /* the finite one, "e4m3fn" */
+  VIVACE_U8 = 5,
+  VIVACE_I32 = 6,
+  VIVACE_I64 = 7,
+  VIVACE_Q4_0 = 16, /* block formats of GGUF; shape and strides count weights, not bytes */
+  VIVACE_Q4_1 = 17,
+  VIVACE_Q8_0 = 18,
+  VIVACE_Q4_K = 19,
+  VIVACE_Q6_K = 20
 };
 enum { VIVACE_DEVICE_CPU = 0, VIVACE_DEVICE_CUDA = 1 }; /* device */
 enum { VIVACE_MAX_RANK = 5 };
@@ -85,9 +85,8 @@ typedef struct vivace_context vivace_context;
 
 typedef struct vivace_context_options {
   size_t struct_bytes;
-  int64_t threads; /* 0: the cores that this process may use */
-  const char*
-      prefer; /* "OP=ROW[,OP=ROW...]", ROW a name or a prefix up to a dot: only such rows are tried; null: the table's order */
+  int64_t threads;    /* 0: the cores that this process may use */
+  const char* prefer; /* "OP=ROW[,OP=ROW...]", ROW a name or a prefix up to a dot: only such rows are tried; null: the table's order */
 } vivace_context_options;
 
 /* Starts the threads. `options` may be null. A child that was forked from this process must make one of its own. */
@@ -100,12 +99,11 @@ vivace_code vivace_context_counts(const vivace_context* context, const char** js
 /* Where a call runs. A null vivace_stream is the CPU, on the calling thread alone. */
 typedef struct vivace_stream {
   int32_t device;
-  int32_t ordinal; /* which CUDA device */
-  int32_t
-      compute_capability; /* 10 * major + minor; 0: asked of the device. Queries answer for a device that is not there */
-  int32_t reserved;        /* 0 */
-  void* handle;            /* cudaStream_t; null: the device's default stream */
-  vivace_context* context; /* null: no preferences, no counts; on the CPU the calling thread alone */
+  int32_t ordinal;            /* which CUDA device */
+  int32_t compute_capability; /* 10 * major + minor; 0: asked of the device. Queries answer for a device that is not there */
+  int32_t reserved;           /* 0 */
+  void* handle;               /* cudaStream_t; null: the device's default stream */
+  vivace_context* context;    /* null: no preferences, no counts; on the CPU the calling thread alone */
 } vivace_stream;
 
 typedef struct vivace_cost {
@@ -117,13 +115,12 @@ typedef struct vivace_cost {
  * DLPack's C exchange does it in C. In place of each tensor, the arguments hold a pointer to an object in their first eight bytes. */
 typedef struct vivace_object_call {
   vivace_code (*run)(const void* args, const vivace_stream* stream); /* vivace_OP */
-  const void*
-      exchange; /* DLPackExchangeAPI of major version 1, such as torch.Tensor.__dlpack_c_exchange_api__ has */
-  const void* none; /* the object that stands for an absent tensor */
+  const void* exchange;        /* DLPackExchangeAPI of major version 1, such as torch.Tensor.__dlpack_c_exchange_api__ has */
+  const void* none;            /* the object that stands for an absent tensor */
   vivace_context* context;
-  int64_t args_bytes; /* sizeof of the operator's arguments, at most VIVACE_MAX_ARGS_BYTES */
+  int64_t args_bytes;          /* sizeof of the operator's arguments, at most VIVACE_MAX_ARGS_BYTES */
   int64_t tensor_count;
-  const int64_t* tensors; /* where each tensor stands in the arguments, in bytes */
+  const int64_t* tensors;      /* where each tensor stands in the arguments, in bytes */
 } vivace_object_call;
 enum { VIVACE_MAX_ARGS_BYTES = 4096 };
 /* Runs where the first tensor lies, there on this stream (a cudaStream_t; null on the CPU). A failure of the exchange itself is
@@ -158,8 +155,7 @@ typedef struct vivace_rms_norm_args {
 } vivace_rms_norm_args;
 vivace_code vivace_rms_norm(const vivace_rms_norm_args* args, const vivace_stream* stream);
 vivace_code vivace_rms_norm_cost(const vivace_rms_norm_args* args, vivace_cost* cost);
-vivace_code vivace_rms_norm_explain(const vivace_rms_norm_args* args, const vivace_stream* stream,
-                                    const char** json);
+vivace_code vivace_rms_norm_explain(const vivace_rms_norm_args* args, const vivace_stream* stream, const char** json);
 
 typedef struct vivace_linear_part {
   vivace_tensor weight;       /* [n, k], any type but i32 and i64 */
@@ -182,11 +178,9 @@ typedef struct vivace_linear_args {
   int64_t batch_invariant; /* 1: a token's bits do not depend on how many there are */
 } vivace_linear_args;
 vivace_code vivace_linear(const vivace_linear_args* args, const vivace_stream* stream);
-vivace_code vivace_linear_workspace_bytes(const vivace_linear_args* args, const vivace_stream* stream,
-                                          int64_t* bytes);
+vivace_code vivace_linear_workspace_bytes(const vivace_linear_args* args, const vivace_stream* stream, int64_t* bytes);
 vivace_code vivace_linear_cost(const vivace_linear_args* args, vivace_cost* cost);
-vivace_code vivace_linear_explain(const vivace_linear_args* args, const vivace_stream* stream,
-                                  const char** json);
+vivace_code vivace_linear_explain(const vivace_linear_args* args, const vivace_stream* stream, const char** json);
 
 /* y[t] = table[ids[t]]. */
 typedef struct vivace_embedding_args {
@@ -197,8 +191,7 @@ typedef struct vivace_embedding_args {
 } vivace_embedding_args;
 vivace_code vivace_embedding(const vivace_embedding_args* args, const vivace_stream* stream);
 vivace_code vivace_embedding_cost(const vivace_embedding_args* args, vivace_cost* cost);
-vivace_code vivace_embedding_explain(const vivace_embedding_args* args, const vivace_stream* stream,
-                                     const char** json);
+vivace_code vivace_embedding_explain(const vivace_embedding_args* args, const vivace_stream* stream, const char** json);
 
 enum { VIVACE_QK_NORM_NONE = 0, VIVACE_QK_NORM_THEN_ROPE = 1, VIVACE_QK_ROPE_THEN_NORM = 2 };
 enum { VIVACE_ROPE_NEOX = 0, VIVACE_ROPE_INTERLEAVED = 1 };
@@ -223,11 +216,10 @@ typedef struct vivace_attention_prologue_args {
   int64_t rope_style;
   double eps;
 } vivace_attention_prologue_args;
-vivace_code vivace_attention_prologue(const vivace_attention_prologue_args* args,
-                                      const vivace_stream* stream);
+vivace_code vivace_attention_prologue(const vivace_attention_prologue_args* args, const vivace_stream* stream);
 vivace_code vivace_attention_prologue_cost(const vivace_attention_prologue_args* args, vivace_cost* cost);
-vivace_code vivace_attention_prologue_explain(const vivace_attention_prologue_args* args,
-                                              const vivace_stream* stream, const char** json);
+vivace_code vivace_attention_prologue_explain(const vivace_attention_prologue_args* args, const vivace_stream* stream,
+                                              const char** json);
 
 /* Causal attention of ragged query rows over a paged KV cache: vivace/attention.h. */
 typedef struct vivace_attention {
@@ -256,8 +248,8 @@ typedef struct vivace_attention_prefill_args {
 } vivace_attention_prefill_args;
 vivace_code vivace_attention_prefill(const vivace_attention_prefill_args* args, const vivace_stream* stream);
 vivace_code vivace_attention_prefill_cost(const vivace_attention_prefill_args* args, vivace_cost* cost);
-vivace_code vivace_attention_prefill_explain(const vivace_attention_prefill_args* args,
-                                             const vivace_stream* stream, const char** json);
+vivace_code vivace_attention_prefill_explain(const vivace_attention_prefill_args* args, const vivace_stream* stream,
+                                             const char** json);
 
 /* How the work of a decode step is cut; the same for decode_schedule and the attention_decode calls that use its map. */
 typedef struct vivace_decode_schedule_params {
@@ -273,22 +265,21 @@ typedef struct vivace_decode_schedule_params {
 typedef struct vivace_attention_decode_args {
   size_t struct_bytes;
   vivace_attention attention;
-  vivace_tensor schedule; /* the map that decode_schedule wrote for these lengths and row ranges */
+  vivace_tensor schedule;  /* the map that decode_schedule wrote for these lengths and row ranges */
   vivace_tensor workspace;
   vivace_decode_schedule_params params; /* those that `schedule` was made with */
   int64_t max_query_tokens;             /* no request has more query rows; 1 .. 8 */
   int64_t old_keys_ready;               /* the caller's word: vivace/attention_decode.h */
 } vivace_attention_decode_args;
 vivace_code vivace_attention_decode(const vivace_attention_decode_args* args, const vivace_stream* stream);
-vivace_code vivace_attention_decode_workspace_bytes(const vivace_attention_decode_args* args,
-                                                    const vivace_stream* stream, int64_t* bytes);
+vivace_code vivace_attention_decode_workspace_bytes(const vivace_attention_decode_args* args, const vivace_stream* stream,
+                                                    int64_t* bytes);
 /* How to cut the schedule of such calls for the row that runs them; piece_tiles and window of args->params are kept. */
-vivace_code vivace_attention_decode_schedule_params(const vivace_attention_decode_args* args,
-                                                    const vivace_stream* stream,
+vivace_code vivace_attention_decode_schedule_params(const vivace_attention_decode_args* args, const vivace_stream* stream,
                                                     vivace_decode_schedule_params* params);
 vivace_code vivace_attention_decode_cost(const vivace_attention_decode_args* args, vivace_cost* cost);
-vivace_code vivace_attention_decode_explain(const vivace_attention_decode_args* args,
-                                            const vivace_stream* stream, const char** json);
+vivace_code vivace_attention_decode_explain(const vivace_attention_decode_args* args, const vivace_stream* stream,
+                                            const char** json);
 
 /* Cuts the key tiles of all requests and KV heads into one run per worker. Once per step and distinct window. */
 typedef struct vivace_decode_schedule_args {
@@ -300,8 +291,8 @@ typedef struct vivace_decode_schedule_args {
 } vivace_decode_schedule_args;
 vivace_code vivace_decode_schedule(const vivace_decode_schedule_args* args, const vivace_stream* stream);
 vivace_code vivace_decode_schedule_cost(const vivace_decode_schedule_args* args, vivace_cost* cost);
-vivace_code vivace_decode_schedule_explain(const vivace_decode_schedule_args* args,
-                                           const vivace_stream* stream, const char** json);
+vivace_code vivace_decode_schedule_explain(const vivace_decode_schedule_args* args, const vivace_stream* stream,
+                                           const char** json);
 /* int32 values of a map for at most this many requests. */
 int64_t vivace_decode_schedule_ints(int64_t max_requests, int64_t workers);
 
@@ -327,24 +318,22 @@ typedef struct vivace_router_weight_source {
 /* Storage that the terms may need; 0 for a bf16 weight, which is its own only term. */
 vivace_code vivace_router_weight_bytes(const vivace_router_weight_source* source, int64_t* bytes);
 /* Splits a weight into its terms, which lie in storage; for load time. They may be copied to a device afterwards. */
-vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* source,
-                                         vivace_router_weight* weight);
+vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* source, vivace_router_weight* weight);
 
 /* scores = x . weight^T (+ bias): the logits of a mixture-of-experts router. */
 typedef struct vivace_router_gemm_args {
   size_t struct_bytes;
   vivace_tensor x; /* [tokens, hidden], f32 or bf16 */
   vivace_router_weight weight;
-  vivace_tensor bias;       /* optional, f32 [experts] */
-  vivace_tensor scores;     /* out, [tokens, experts], f32 or bf16 */
+  vivace_tensor bias;      /* optional, f32 [experts] */
+  vivace_tensor scores;    /* out, [tokens, experts], f32 or bf16 */
   uint64_t current_version; /* of the weight as it is now; another than weight.version is refused */
   int64_t batch_invariant;  /* a token's bits must not depend on how many tokens there are */
   int64_t weight_ready;     /* the caller's word: vivace/router_gemm.h */
 } vivace_router_gemm_args;
 vivace_code vivace_router_gemm(const vivace_router_gemm_args* args, const vivace_stream* stream);
 vivace_code vivace_router_gemm_cost(const vivace_router_gemm_args* args, vivace_cost* cost);
-vivace_code vivace_router_gemm_explain(const vivace_router_gemm_args* args, const vivace_stream* stream,
-                                       const char** json);
+vivace_code vivace_router_gemm_explain(const vivace_router_gemm_args* args, const vivace_stream* stream, const char** json);
 
 enum { VIVACE_ROUTE_SOFTMAX = 0, VIVACE_ROUTE_SOFTMAX_CHOSEN = 1, VIVACE_ROUTE_SIGMOID = 2 };
 
@@ -366,8 +355,7 @@ typedef struct vivace_route_top_k_args {
 } vivace_route_top_k_args;
 vivace_code vivace_route_top_k(const vivace_route_top_k_args* args, const vivace_stream* stream);
 vivace_code vivace_route_top_k_cost(const vivace_route_top_k_args* args, vivace_cost* cost);
-vivace_code vivace_route_top_k_explain(const vivace_route_top_k_args* args, const vivace_stream* stream,
-                                       const char** json);
+vivace_code vivace_route_top_k_explain(const vivace_route_top_k_args* args, const vivace_stream* stream, const char** json);
 
 /* The three matrices of one expert. */
 typedef struct vivace_expert_weights {
@@ -383,32 +371,28 @@ typedef struct vivace_expert_weights {
 /* y_t = sum over j of expert_weights[t, j] * down_e . (silu(gate_e . x_t) * (up_e . x_t)) with e = expert_ids[t, j], plus shared. */
 typedef struct vivace_fused_moe_args {
   size_t struct_bytes;
-  vivace_tensor x;       /* [tokens, hidden], f32, bf16 or fp8 */
-  vivace_tensor x_scale; /* with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)] */
-  vivace_tensor gate_up; /* [experts, 2 * intermediate, hidden], gate rows first; absent with `experts` */
-  vivace_tensor down;    /* [experts, hidden, intermediate] */
-  vivace_tensor
-      gate_up_scale;        /* with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H] */
-  vivace_tensor down_scale; /* with fp8 weights: f32 [experts], or [experts, block rows of H, of I] */
-  vivace_tensor act_scale;  /* with fp8 weights of one scale an expert: f32 [1] or [experts] */
+  vivace_tensor x;             /* [tokens, hidden], f32, bf16 or fp8 */
+  vivace_tensor x_scale;       /* with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)] */
+  vivace_tensor gate_up;       /* [experts, 2 * intermediate, hidden], gate rows first; absent with `experts` */
+  vivace_tensor down;          /* [experts, hidden, intermediate] */
+  vivace_tensor gate_up_scale; /* with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H] */
+  vivace_tensor down_scale;    /* with fp8 weights: f32 [experts], or [experts, block rows of H, of I] */
+  vivace_tensor act_scale;     /* with fp8 weights of one scale an expert: f32 [1] or [experts] */
   vivace_expert_weights shared; /* optional expert that every token visits */
   vivace_tensor expert_ids;     /* i32 [tokens, top_k]; -1: not here */
   vivace_tensor expert_weights; /* f32 [tokens, top_k] */
   vivace_tensor y;              /* out, [tokens, hidden] */
   vivace_tensor workspace;
-  const vivace_expert_weights*
-      experts;             /* or one by one, in place of gate_up and down; read during the call only */
-  int64_t expert_count;    /* how many there are at `experts` */
-  int64_t block_offset;    /* 0 .. 127: where this slice of the intermediate starts in a block of 128 */
-  int64_t batch_invariant; /* a token's bits must not depend on how many tokens there are */
+  const vivace_expert_weights* experts; /* or one by one, in place of gate_up and down; read during the call only */
+  int64_t expert_count;                 /* how many there are at `experts` */
+  int64_t block_offset;                 /* 0 .. 127: where this slice of the intermediate starts in a block of 128 */
+  int64_t batch_invariant;              /* a token's bits must not depend on how many tokens there are */
 } vivace_fused_moe_args;
 vivace_code vivace_fused_moe(const vivace_fused_moe_args* args, const vivace_stream* stream);
-vivace_code vivace_fused_moe_workspace_bytes(const vivace_fused_moe_args* args, const vivace_stream* stream,
-                                             int64_t* bytes);
+vivace_code vivace_fused_moe_workspace_bytes(const vivace_fused_moe_args* args, const vivace_stream* stream, int64_t* bytes);
 /* Reads expert_ids in host memory. */
 vivace_code vivace_fused_moe_cost(const vivace_fused_moe_args* args, vivace_cost* cost);
-vivace_code vivace_fused_moe_explain(const vivace_fused_moe_args* args, const vivace_stream* stream,
-                                     const char** json);
+vivace_code vivace_fused_moe_explain(const vivace_fused_moe_args* args, const vivace_stream* stream, const char** json);
 
 /* y[r] = x[r] . weight[g]^T for each row r of each group g. */
 typedef struct vivace_grouped_gemm_args {
@@ -424,8 +408,7 @@ typedef struct vivace_grouped_gemm_args {
 } vivace_grouped_gemm_args;
 vivace_code vivace_grouped_gemm(const vivace_grouped_gemm_args* args, const vivace_stream* stream);
 vivace_code vivace_grouped_gemm_cost(const vivace_grouped_gemm_args* args, vivace_cost* cost);
-vivace_code vivace_grouped_gemm_explain(const vivace_grouped_gemm_args* args, const vivace_stream* stream,
-                                        const char** json);
+vivace_code vivace_grouped_gemm_explain(const vivace_grouped_gemm_args* args, const vivace_stream* stream, const char** json);
 
 /* y = silu(gate) * up. */
 typedef struct vivace_silu_mul_args {
@@ -438,8 +421,7 @@ typedef struct vivace_silu_mul_args {
 } vivace_silu_mul_args;
 vivace_code vivace_silu_mul(const vivace_silu_mul_args* args, const vivace_stream* stream);
 vivace_code vivace_silu_mul_cost(const vivace_silu_mul_args* args, vivace_cost* cost);
-vivace_code vivace_silu_mul_explain(const vivace_silu_mul_args* args, const vivace_stream* stream,
-                                    const char** json);
+vivace_code vivace_silu_mul_explain(const vivace_silu_mul_args* args, const vivace_stream* stream, const char** json);
 
 /* y = e4m3(x / scale). */
 typedef struct vivace_quantize_fp8_args {
@@ -451,8 +433,7 @@ typedef struct vivace_quantize_fp8_args {
 } vivace_quantize_fp8_args;
 vivace_code vivace_quantize_fp8(const vivace_quantize_fp8_args* args, const vivace_stream* stream);
 vivace_code vivace_quantize_fp8_cost(const vivace_quantize_fp8_args* args, vivace_cost* cost);
-vivace_code vivace_quantize_fp8_explain(const vivace_quantize_fp8_args* args, const vivace_stream* stream,
-                                        const char** json);
+vivace_code vivace_quantize_fp8_explain(const vivace_quantize_fp8_args* args, const vivace_stream* stream, const char** json);
 
 /* Draws one token per row. An absent parameter has its default in all rows. */
 typedef struct vivace_sampler_args {
@@ -468,26 +449,24 @@ typedef struct vivace_sampler_args {
   vivace_tensor seed;               /* i64 [rows], together with position */
   vivace_tensor position;           /* i64 [rows]: of the token to be drawn in its request */
   vivace_tensor prompt_bits;        /* i32 [states, ceil(vocab / 32)]: the ids of the prompt */
-  vivace_tensor output_counts; /* i32 [states, vocab]: how often an id was drawn; written with count_ids */
-  vivace_tensor state;         /* i32 [rows]: the row's state, -1 none; absent: row i has state i */
-  vivace_tensor bias_start;    /* i32 [rows + 1] */
-  vivace_tensor bias_ids;      /* i32 [entries] */
-  vivace_tensor bias_values;   /* f32 [entries] */
-  vivace_tensor allowed_bits;  /* optional, i32 [rows, ceil(vocab / 32)] */
-  vivace_tensor ids;           /* out, i32 [rows] */
-  vivace_tensor valid;         /* out, u8 [rows] */
-  vivace_tensor logprobs;      /* optional out, f32 [rows] */
-  vivace_tensor top_ids;       /* optional out, i32 [rows, n], together with top_logprobs */
-  vivace_tensor top_logprobs;  /* optional out, f32 [rows, n] */
+  vivace_tensor output_counts;      /* i32 [states, vocab]: how often an id was drawn; written with count_ids */
+  vivace_tensor state;              /* i32 [rows]: the row's state, -1 none; absent: row i has state i */
+  vivace_tensor bias_start;         /* i32 [rows + 1] */
+  vivace_tensor bias_ids;           /* i32 [entries] */
+  vivace_tensor bias_values;        /* f32 [entries] */
+  vivace_tensor allowed_bits;       /* optional, i32 [rows, ceil(vocab / 32)] */
+  vivace_tensor ids;                /* out, i32 [rows] */
+  vivace_tensor valid;              /* out, u8 [rows] */
+  vivace_tensor logprobs;           /* optional out, f32 [rows] */
+  vivace_tensor top_ids;            /* optional out, i32 [rows, n], together with top_logprobs */
+  vivace_tensor top_logprobs;       /* optional out, f32 [rows, n] */
   vivace_tensor workspace;
   int64_t count_ids; /* 1: the drawn id of a valid row is counted into output_counts */
 } vivace_sampler_args;
 vivace_code vivace_sampler(const vivace_sampler_args* args, const vivace_stream* stream);
-vivace_code vivace_sampler_workspace_bytes(const vivace_sampler_args* args, const vivace_stream* stream,
-                                           int64_t* bytes);
+vivace_code vivace_sampler_workspace_bytes(const vivace_sampler_args* args, const vivace_stream* stream, int64_t* bytes);
 vivace_code vivace_sampler_cost(const vivace_sampler_args* args, vivace_cost* cost);
-vivace_code vivace_sampler_explain(const vivace_sampler_args* args, const vivace_stream* stream,
-                                   const char** json);
+vivace_code vivace_sampler_explain(const vivace_sampler_args* args, const vivace_stream* stream, const char** json);
 
 #ifdef __cplusplus
 }

@@ -24,17 +24,17 @@ struct ExpertWeights {
 
 struct FusedMoeArgs {
   Tensor x;
-  Tensor x_scale;            ///< with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]
-  Tensor gate_up, down;      ///< stacked experts; absent when `experts` is given
-  Tensor gate_up_scale;      ///< with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
-  Tensor down_scale;         ///< with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
-  Tensor act_scale;          ///< with fp8 weights of one scale an expert: f32 [1] or [experts]
-  int64_t block_offset = 0;  ///< 0 .. 127: where this slice of the intermediate starts in a block of 128
+  Tensor x_scale;                          ///< with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]
+  Tensor gate_up, down;                    ///< stacked experts; absent when `experts` is given
+  Tensor gate_up_scale;                    ///< with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
+  Tensor down_scale;                       ///< with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
+  Tensor act_scale;                        ///< with fp8 weights of one scale an expert: f32 [1] or [experts]
+  int64_t block_offset = 0;                ///< 0 .. 127: where this slice of the intermediate starts in a block of 128
   std::span<const ExpertWeights> experts;  ///< or one by one; read during the call only
   ExpertWeights shared;                    ///< optional expert that every token visits
   Tensor expert_ids;
   Tensor expert_weights;
-  bool batch_invariant = false;  ///< a token's bits must not depend on how many tokens there are
+  bool batch_invariant = false;            ///< a token's bits must not depend on how many tokens there are
   Tensor y;
   Tensor workspace;  ///< u8 [>= fused_moe_workspace_bytes()]; absent when that is 0
 };

@@ -11,10 +11,10 @@ namespace vivace {
 struct GroupedGemmArgs {
   Tensor x;
   Tensor weight;
-  Tensor group_start;            ///< i32 [groups]: first row of the group in x and y
-  Tensor group_rows;             ///< i32 [groups]: how many rows it has; 0 is legal
-  Tensor x_scale;                ///< with fp8 x: f32 [1], or [rows, ceil(k / 128)]
-  Tensor weight_scale;           ///< with fp8 weight: f32 [groups], or [groups, ceil(n / 128), ceil(k / 128)]
+  Tensor group_start;   ///< i32 [groups]: first row of the group in x and y
+  Tensor group_rows;    ///< i32 [groups]: how many rows it has; 0 is legal
+  Tensor x_scale;       ///< with fp8 x: f32 [1], or [rows, ceil(k / 128)]
+  Tensor weight_scale;  ///< with fp8 weight: f32 [groups], or [groups, ceil(n / 128), ceil(k / 128)]
   bool batch_invariant = false;  ///< a row's bits must not depend on how many rows there are
   Tensor y;
 };

@@ -51,18 +51,18 @@ struct Step {
 /// The activations between the operators of a step, [max_tokens, ...] each, f32 on the CPU and bf16 on a GPU unless it
 /// says otherwise. A step uses the first rows.
 struct Activations {
-  Tensor residual;                ///< f32 [hidden]: the residual stream
-  Tensor picked;                  ///< f32 [hidden]: its rows whose logits are wanted
-  Tensor normed, delta;           ///< [hidden]: input and output of a block
-  Tensor qkv, q, attended;        ///< [(heads_q + 2 heads_kv) * head_dim], [heads_q * head_dim]; q fp8 with
-                                  ///< an fp8 cache
-  Tensor q_scale;                 ///< f32 [heads_q] of an fp8 q
-  Tensor fp8, fp8_scales;         ///< fp8 [widest], f32 [ceil(widest / 128)]: the input of the fp8 matrices
-                                  ///< that run next; absent without any
-  Tensor gate_up;                 ///< [2 * intermediate]; absent without dense layers
-  Tensor scores, expert_weights;  ///< f32 [experts], [top_k]; absent in a dense model
-  Tensor expert_ids;              ///< i32 [sparse layers, max_tokens * top_k]: all stay until the next step
-  Tensor schedule;                ///< i32, one map for all layers
+  Tensor residual;                            ///< f32 [hidden]: the residual stream
+  Tensor picked;                              ///< f32 [hidden]: its rows whose logits are wanted
+  Tensor normed, delta;                       ///< [hidden]: input and output of a block
+  Tensor qkv, q, attended;  ///< [(heads_q + 2 heads_kv) * head_dim], [heads_q * head_dim]; q fp8 with
+                            ///< an fp8 cache
+  Tensor q_scale;           ///< f32 [heads_q] of an fp8 q
+  Tensor fp8, fp8_scales;   ///< fp8 [widest], f32 [ceil(widest / 128)]: the input of the fp8 matrices
+                            ///< that run next; absent without any
+  Tensor gate_up;                             ///< [2 * intermediate]; absent without dense layers
+  Tensor scores, expert_weights;              ///< f32 [experts], [top_k]; absent in a dense model
+  Tensor expert_ids;                          ///< i32 [sparse layers, max_tokens * top_k]: all stay until the next step
+  Tensor schedule;                            ///< i32, one map for all layers
   Tensor linear_scratch, attention_scratch, moe_scratch;  ///< u8
 };
 
@@ -71,7 +71,7 @@ struct LayerGraph {
   ModelConfig config;
   Weights weights;
   Activations buffers;
-  Tensor cos_sin;  ///< f32 [max_model_len, rotary_dim]
+  Tensor cos_sin;            ///< f32 [max_model_len, rotary_dim]
   std::vector<Tensor> k,
       v;  ///< per layer [pages, page_tokens, heads_kv, head_dim]; fp8 with the layers' scales
   DecodeScheduleParams schedule;
