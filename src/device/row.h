@@ -11,11 +11,13 @@
 
 namespace vivace::device {
 
-/// max / 448, and at least the smallest normal number: what a made scale is. NaN stays NaN.
+/// max / 448 as one division rounds it, and at least the smallest normal number: what a made scale is. NaN stays NaN. The
+/// remainder of a product with 1 / 448 corrects it to that for every float; infinity has none.
 __device__ __forceinline__ float made_scale(float max) {
-  constexpr float kLeast = 1.17549435e-38f;
-  const float scale = __fdiv_rn(max, kFp8Max);
-  return scale < kLeast ? kLeast : scale;
+  constexpr float kLeast = 1.17549435e-38f, kInverse = 1.f / kFp8Max;
+  const float product = max * kInverse;
+  const float scale = fmaf(fmaf(-product, kFp8Max, max), kInverse, product);
+  return scale < kLeast ? kLeast : product < INFINITY ? scale : product;
 }
 
 /// The larger magnitude; a NaN wins.
@@ -30,8 +32,8 @@ struct MaxMagnitude {
 
 /// v / scale for fp8: what e4m3 rounds is the quotient rounded to fp32. A reciprocal and one correction give that too, unless
 /// the scale is far from 1 or its significand all ones, in a third of the time; quotients too small for that to hold become
-/// zeros of e4m3 either way. kMade: the scale was made of these values, so that no quotient is infinite.
-template <bool kMade = false, int kCount>
+/// zeros of e4m3 either way.
+template <int kCount>
 __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
   if (scale < 0x1p-90f || !(scale <= 0x1p90f) || (__float_as_uint(scale) & 0x7fffffu) == 0x7fffffu) {
 #pragma unroll
@@ -44,7 +46,7 @@ __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
     const float quotient = v[i] * inverse;
     // Taken as what is too much, so that a zero keeps its sign. Infinities have no remainder.
     const float corrected = fmaf(-fmaf(quotient, scale, -v[i]), inverse, quotient);
-    v[i] = kMade || fabsf(quotient) < INFINITY ? corrected : quotient;
+    v[i] = fabsf(quotient) < INFINITY ? corrected : quotient;
   }
 }
 

@@ -1,5 +1,7 @@
 #include "src/ops/attention_prologue/cases.h"
 
+#include <cstring>
+
 #include "src/ops/attention_prologue/table.h"
 #include "tests/ops/attention_test.h"
 
@@ -154,6 +156,37 @@ TEST(AttentionPrologue, WritesItsSlotsOnly) {
   for (const Tensor* cache : {&p.args.k, &p.args.v}) {
     const std::vector<double> values = values_of(*cache);
     for (size_t i = 0; i < values.size(); ++i) ASSERT_EQ(std::isnan(values[i]), i / (3 * 64) != 20) << i;
+  }
+}
+
+/// Addresses decide how values come and go, not what they are: rows that lie an odd number of elements apart.
+TEST(AttentionPrologue, SameBitsWhereverRowsLie) {
+  for (AttentionPrologueCase c : attention_prologue_cases(CaseSize::test)) {
+    if (c.tokens == 0) continue;
+    SCOPED_TRACE(testing::Message() << c.name << " " << c.heads_q << "/" << c.heads_kv << " x "
+                                    << c.head_dim);
+    c.qkv_padding = 0;
+    const AttentionPrologueProblem any(c, 1);
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kAttentionPrologue, any.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        AttentionPrologueProblem even(c, 1), odd(c, 1);
+        const int64_t width = even.args.qkv.shape[1];
+        const Guarded rows(c.qkv, {c.tokens, width}, width | 1);
+        odd.args.qkv = rows;
+        for (int64_t t = 0; t < c.tokens; ++t) {
+          std::memcpy(odd.args.qkv.at(t).data, even.args.qkv.at(t).data,
+                      static_cast<size_t>(even.args.qkv.at(t).bytes()));
+        }
+        ASSERT_OK(row.run(even.args, stream));
+        ASSERT_OK(row.run(odd.args, stream));
+        using Args = AttentionPrologueArgs;
+        for (const auto output : {&Args::q, &Args::k, &Args::v, &Args::q_scale, &Args::k_scale}) {
+          if (!(even.args.*output).present()) continue;
+          EXPECT_TRUE(same_bits(odd.args.*output, even.args.*output));
+        }
+      });
+    }
   }
 }
 

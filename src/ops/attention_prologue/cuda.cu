@@ -5,13 +5,17 @@
 //   flops  7 D (heads_q + heads_kv)     below two flops per byte: memory is the only roof
 //
 // A warp takes several heads of a token, so that it reads cosines and sines once, and asks for all of them before it looks at
-// any. A lane holds two groups of eight values of a head, which hold both of a rotated pair. Heads that do not fit that, by
-// their width or their addresses, go a warp each.
+// any. A lane holds two groups of eight values of a head, which hold both of a rotated pair. Heads whose width does not fit that go
+// a warp each. What is computed depends on widths alone: addresses decide how values come and go, not what they are.
+//
+// Scales of fp8 are those of quantize_fp8. A quotient is a product with the reciprocal of its scale: beside the roundings of norm and
+// rotation an ulp more, for a third of the instructions.
 //
 // Types of what leaves are known when it runs: a kernel per pair of them would only cost size.
 
 #include <algorithm>
 #include <bit>
+#include <cfloat>
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
@@ -55,12 +59,21 @@ struct Params {
   QkNorm norm;
   RopeStyle style;
   bool makes_scales;
+  bool vectors;  // groups of eight lie so that accesses of up to 16 bytes reach them
   float eps, inverse_dim;
 
   __device__ __forceinline__ Kind kind_of(int head) const {
     return head < heads_q ? kQ : head < heads_q + heads_kv ? kK : kV;
   }
 };
+
+/// factor / scale, and never so large that a zero times it is NaN.
+__device__ __forceinline__ float over_scale(float factor, float scale) {
+  float inverse, quotient;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(quotient) : "f"(factor * inverse), "f"(FLT_MAX));
+  return quotient;
+}
 
 /// head *= weight / sqrt(mean(head * head) + eps)
 __device__ void normalise(float* head, const Params& p, int which, int lane) {
@@ -85,44 +98,36 @@ __device__ void rotate(float* head, const float* cos, const Params& p, int lane)
   __syncwarp();
 }
 
-/// A token's entry in the cache and the table of angles. `lost`: what the CPU refuses; the token is not stored, and its query
-/// is zero.
-struct Entry {
-  int64_t slot;
-  int32_t position;
-  bool lost;
-  __device__ __forceinline__ bool stored() const { return !lost && slot >= 0; }
-};
-__device__ __forceinline__ Entry entry_of(const Params& p, int64_t slot, int32_t position) {
-  const bool lost = slot < -1 || slot >= p.pages * p.page_tokens || position < 0 ||
-                    (p.cos_sin != nullptr && position >= p.max_position);
-  return {slot, position, lost};
-}
-
-/// Where the heads of a kind of a token go.
+/// Where the heads of a kind of a token go. `lost`: what the CPU refuses; the token is not stored, and its query is zero.
 struct alignas(16) Places {
-  char* data;
-  int64_t stride;  // between heads, in bytes
+  char* data;      ///< null: they are not stored
+  int64_t stride;  ///< between heads, in bytes
   float* scale;
   int64_t scale_stride;
   int first_head;
   DType dtype;
-  bool make;
+  bool make, lost;
 };
-__device__ __forceinline__ Places places_of(const Params& p, int kind, int64_t token, int64_t slot) {
+__device__ __forceinline__ Places places_of(const Params& p, int kind, int64_t token) {
   const Target& to = p.to[kind];
+  const int64_t slot = p.slots[token];
+  const int32_t position = p.cos_sin != nullptr ? p.positions[token] : 0;
+  const bool lost = slot < -1 || slot >= p.pages * p.page_tokens || position < 0 ||
+                    (p.cos_sin != nullptr && position >= p.max_position);
   int64_t page = token, in_page = 0;
   if (kind != kQ) {
     page = p.page_shift >= 0 ? slot >> p.page_shift : slot / p.page_tokens;
     in_page = slot - page * p.page_tokens;
   }
-  return {to.data + page * to.stride[0] + in_page * to.stride[1],
+  const bool stored = kind == kQ || (!lost && slot >= 0);
+  return {stored ? to.data + page * to.stride[0] + in_page * to.stride[1] : nullptr,
           to.stride[2],
           to.scale + page * to.scale_stride[0] + in_page * to.scale_stride[1],
           to.scale_stride[2],
           to.first_head,
           to.dtype,
-          to.make};
+          to.make,
+          lost};
 }
 
 // ---- any width, through shared memory
@@ -138,16 +143,17 @@ __device__ void store_head(float* head, const Params& p, const Places& to, char*
   if (to.dtype == DType::f32) return store_as<float>(head, p, data, lane);
   if (to.dtype == DType::bf16) return store_as<bf16>(head, p, data, lane);
   if (to.dtype == DType::f16) return store_as<f16>(head, p, data, lane);
-  float divisor;
+  float made_or_given;
   if (to.make) {
     float max = 0.f;
     for (int d = lane; d < p.head_dim; d += 32) max = MaxMagnitude{}(max, head[d]);
-    divisor = made_scale(warp_reduce<MaxMagnitude>(max));
-    if (lane == 0) *scale = divisor;
+    made_or_given = made_scale(warp_reduce<MaxMagnitude>(max));
+    if (lane == 0) *scale = made_or_given;
   } else {
-    divisor = *scale;
+    made_or_given = *scale;
   }
-  for (int d = lane; d < p.head_dim; d += 32) head[d] = __fdiv_rn(head[d], divisor);
+  const float inverse = over_scale(1.f, made_or_given);
+  for (int d = lane; d < p.head_dim; d += 32) head[d] *= inverse;
   __syncwarp();
   store_as<fp8>(head, p, data, lane);
 }
@@ -164,19 +170,18 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_kernel(const _
   wait_for_previous_kernel();
   if (token >= p.tokens) return;
   const Kind kind = p.kind_of(h);
-  const Entry entry = entry_of(p, p.slots[token], p.cos_sin != nullptr ? p.positions[token] : 0);
-  if (kind != kQ && !entry.stored()) return;
+  const Places places = places_of(p, kind, token);
+  if (places.data == nullptr) return;
 
   const In* from = static_cast<const In*>(p.qkv) + token * p.qkv_stride + int64_t{h} * p.head_dim;
-  for (int d = lane; d < p.head_dim; d += 32) head[d] = entry.lost ? 0.f : to_float(from[d]);
+  for (int d = lane; d < p.head_dim; d += 32) head[d] = places.lost ? 0.f : to_float(from[d]);
   __syncwarp();
-  if (kind != kV && !entry.lost) {
+  if (kind != kV && !places.lost) {
     if (p.norm == QkNorm::norm_then_rope) normalise(head, p, kind, lane);
-    if (p.cos_sin != nullptr) rotate(head, p.cos_sin + entry.position * p.cos_sin_stride, p, lane);
+    if (p.cos_sin != nullptr) rotate(head, p.cos_sin + p.positions[token] * p.cos_sin_stride, p, lane);
     if (p.norm == QkNorm::rope_then_norm) normalise(head, p, kind, lane);
   }
   let_next_kernel_start();
-  const Places places = places_of(p, kind, token, entry.slot);
   const int of_kind = h - places.first_head;
   store_head(head, p, places, places.data + of_kind * places.stride,
              places.scale + of_kind * places.scale_stride, lane);
@@ -211,25 +216,36 @@ __device__ __forceinline__ void unpack(const uint4* group, float* v) {
   }
 }
 
-/// v *= weight / sqrt(mean(v * v) + eps), by the lanes of a head; v *= weight if that is not `normed`, without a branch.
+/// v *= weight; returns 1 / sqrt(mean(v * v) + eps), of which the lanes of a head have parts, for a later product. 1 if not
+/// `normed`, without a branch.
 template <int kLanes>
-__device__ __forceinline__ void normalise(float (&v)[kPair], const float* weights, const int (&at)[2],
-                                          const Params& p, bool normed) {
+__device__ __forceinline__ float normalise(float (&v)[kPair], const float* weights, const int (&at)[2],
+                                           const Params& p, bool normed) {
   float squares[2] = {0.f, 0.f};
 #pragma unroll
-  for (int j = 0; j < kPair; ++j) squares[j % 2] += v[j] * v[j];
+  for (int j = 0; j < kPair; ++j) squares[j % 2] = fmaf(v[j], v[j], squares[j % 2]);
   const float mean = warp_reduce<Sum, kLanes>(squares[0] + squares[1]) * p.inverse_dim;
-  const float scale = normed ? inverse_root(mean + p.eps) : 1.f;
 #pragma unroll
   for (int j = 0; j < kPair; j += 4) {
     const float4 w = *reinterpret_cast<const float4*>(weights + at[j / kGroup] + j % kGroup);
-    v[j] *= scale * w.x, v[j + 1] *= scale * w.y, v[j + 2] *= scale * w.z, v[j + 3] *= scale * w.w;
+    v[j] *= w.x, v[j + 1] *= w.y, v[j + 2] *= w.z, v[j + 3] *= w.w;
   }
+  return normed ? inverse_root(mean + p.eps) : 1.f;
 }
 
 /// Cosines and sines of a lane's pairs.
 struct Angles {
   float cos[kGroup], sin[kGroup];
+
+  __device__ __forceinline__ void load(const float* from_cos, const float* from_sin) {
+#pragma unroll
+    for (int j = 0; j < kGroup; j += 4) {
+      const float4 c = *reinterpret_cast<const float4*>(from_cos + j);
+      const float4 s = *reinterpret_cast<const float4*>(from_sin + j);
+      cos[j] = c.x, cos[j + 1] = c.y, cos[j + 2] = c.z, cos[j + 3] = c.w;
+      sin[j] = s.x, sin[j + 1] = s.y, sin[j + 2] = s.z, sin[j + 3] = s.w;
+    }
+  }
 };
 
 template <RopeStyle kStyle>
@@ -239,21 +255,27 @@ __device__ __forceinline__ void rotate(float (&v)[kPair], const Angles& angles) 
     float& a = kStyle == RopeStyle::neox ? v[j] : v[2 * j];
     float& b = kStyle == RopeStyle::neox ? v[j + kGroup] : v[2 * j + 1];
     const float a0 = a, b0 = b;
-    a = a0 * angles.cos[j] - b0 * angles.sin[j];
-    b = b0 * angles.cos[j] + a0 * angles.sin[j];
+    a = fmaf(a0, angles.cos[j], -(b0 * angles.sin[j]));
+    b = fmaf(b0, angles.cos[j], a0 * angles.sin[j]);
   }
 }
 
 /// The first element of each of a lane's groups. Of the rotated part of a NeoX head they are half of it apart.
 template <RopeStyle kStyle>
 __device__ __forceinline__ void groups_of(int index, const Params& p, int (&at)[2]) {
-  const int pairs = kStyle == RopeStyle::neox ? p.half / kGroup : 0;  // lanes with such groups
+  const int pairs = kStyle == RopeStyle::neox ? p.half >> 3 : 0;  // lanes with such groups
   at[0] = index < pairs ? index * kGroup : pairs * kPair + (index - pairs) * kPair;
   at[1] = at[0] + (index < pairs ? p.half : kGroup);
 }
 
+/// Where value i of a lane lies in its head.
+__device__ __forceinline__ int element(const int (&at)[2], int i) {
+  return i < kGroup ? at[0] + i : at[1] + i - kGroup;
+}
+
+/// Stores a lane's values of a head at `data`, as accesses of up to 16 bytes.
 template <class T>
-__device__ __forceinline__ void store_pair(const float (&v)[kPair], char* data, const int (&at)[2]) {
+__device__ __forceinline__ void store_groups(const float (&v)[kPair], char* data, const int (&at)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float* const group = v + i * kGroup;
@@ -263,9 +285,7 @@ __device__ __forceinline__ void store_pair(const float (&v)[kPair], char* data, 
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float* const four = group + 4 * j;
-        const uint32_t low = __nv_cvt_float2_to_fp8x2({four[0], four[1]}, __NV_SATFINITE, __NV_E4M3);
-        const uint32_t high = __nv_cvt_float2_to_fp8x2({four[2], four[3]}, __NV_SATFINITE, __NV_E4M3);
-        words[j] = low | high << 16;
+        words[j] = pack<fp8>(four[0], four[1]) | pack<fp8>(four[2], four[3]) << 16;
       }
       *reinterpret_cast<uint2*>(to) = {words[0], words[1]};
     } else {
@@ -279,107 +299,152 @@ __device__ __forceinline__ void store_pair(const float (&v)[kPair], char* data, 
     }
   }
 }
+/// The same one by one, from shared memory, where a lane's values lie a warp apart.
+template <class T>
+__device__ __forceinline__ void store_each(const float* v, char* data, const int (&at)[2]) {
+#pragma unroll 1
+  for (int i = 0; i < kPair; ++i) reinterpret_cast<T*>(data)[element(at, i)] = from_float<T>(v[i * 32]);
+}
+
+/// Bytes of shared memory of a warp: its heads as they were read; without vectors a pass's values in fp32 too.
+constexpr int stage_bytes(int passes, int element, bool vectors) {
+  return 32 * kPair * (passes * element + (vectors ? 0 : 4));
+}
 
 /// A warp takes p.passes times 32 / kLanes heads of a token, those of row blockIdx.y of its parts. All that it reads is under
-/// way before it looks at any of it; a lane's groups come to shared memory, so that one loop does for all passes. All lanes
-/// go the same way: they add up by shuffles.
+/// way before it looks at any of it; a lane's groups come to shared memory, so that one loop does for all passes. What warps of
+/// a block share is prepared by some of them. All lanes go the same way: they add up by shuffles.
 template <class In, RopeStyle kStyle, bool kNormLast, int kLanes>
 __global__ __launch_bounds__(kWarps * 32,
                              4) void attention_prologue_pairs_kernel(const __grid_constant__ Params p) {
-  constexpr int kHeads = 32 / kLanes, kCopies = kGroup / kVec<In>;
+  constexpr int kHeads = 32 / kLanes, kCopies = kGroup / kVec<In>, kPassCopies = 2 * kCopies;
   extern __shared__ uint4 staged[];                            // [warp, pass, group of a pair, copy, lane]
   __shared__ __align__(16) float weights[kKinds][kMostWidth];  // ones where there is no norm
   __shared__ Places places[kWarps][kKinds];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = lane % kLanes;
+  const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x % 32),
+            warp = static_cast<int>(threadIdx.x / 32), index = static_cast<int>(threadIdx.x % kLanes);
   const int heads = p.heads_q + 2 * p.heads_kv;
   const int64_t token = int64_t{blockIdx.x} * kWarps + warp;
-  const int first = static_cast<int>(blockIdx.y) * p.passes * kHeads + lane / kLanes;
+  const int first =
+      static_cast<int>(blockIdx.y) * p.passes * kHeads + static_cast<int>(threadIdx.x % 32 / kLanes);
   const bool works = token < p.tokens, in_head = index * kPair < p.head_dim;
   int at[2];
   groups_of<kStyle>(in_head ? index : 0, p, at);
-  uint4* const stage = staged + warp * p.passes * 2 * kCopies * 32 + lane;
+  const bool rotates = at[0] < 2 * p.half;
+  char* const own = reinterpret_cast<char*>(staged) + warp * stage_bytes(p.passes, sizeof(In), p.vectors);
+  uint4* const stage = reinterpret_cast<uint4*>(own) + lane;
   wait_for_previous_kernel();
+  let_next_kernel_start();
 
-  const int64_t slot = works ? p.slots[token] : -1;
-  const int32_t position = works && p.cos_sin != nullptr ? p.positions[token] : 0;
+  const int32_t position = works && rotates ? p.positions[token] : -1;
   const In* head = static_cast<const In*>(p.qkv) + token * p.qkv_stride + int64_t{first} * p.head_dim;
+  const int own_heads = works && in_head ? heads : 0;
+  if (p.vectors) {
+    const In* group = head + at[0];
+    uint4* to = stage;
 #pragma unroll 1
-  for (int pass = 0; pass < p.passes; ++pass, head += kHeads * p.head_dim) {
-    const bool reads = works && in_head && first + pass * kHeads < heads;
+    for (int pass = 0; pass < p.passes; ++pass, group += kHeads * p.head_dim, to += kPassCopies * 32) {
 #pragma unroll
-    for (int i = 0; i < 2 * kCopies; ++i) {
-      copy_16_async(stage + (pass * 2 * kCopies + i) * 32, head + at[i / kCopies] + i % kCopies * kVec<In>,
-                    reads);
+      for (int i = 0; i < kPassCopies; ++i) {
+        copy_16_async(to + i * 32, group + i / kCopies * (at[1] - at[0]) + i % kCopies * kVec<In>,
+                      first + pass * kHeads < own_heads);
+      }
+    }
+    commit_copies();
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < p.passes * kPair; ++i) {
+      const int pass = i / kPair, j = i % kPair, copy = pass * kPassCopies + j / kVec<In>;
+      const bool reads =
+          first + pass * kHeads < own_heads;  // a lane without values adds zeros to its head's sums
+      reinterpret_cast<In*>(stage + copy * 32)[j % kVec<In>] =
+          reads ? head[pass * kHeads * p.head_dim + element(at, j)] : from_float<In>(0.f);
     }
   }
-  commit_copies();
-  const Entry entry = entry_of(p, slot, position);
-  const bool rotates = p.cos_sin != nullptr && !entry.lost && in_head && at[0] < 2 * p.half;
   Angles angles{};
-  if (rotates) {
+  if (position >= 0 && position < p.max_position) {
     const float* cos =
-        p.cos_sin + entry.position * p.cos_sin_stride + (kStyle == RopeStyle::neox ? at[0] : at[0] / 2);
-#pragma unroll
-    for (int j = 0; j < kGroup; j += 4) {
-      const float4 c = *reinterpret_cast<const float4*>(cos + j);
-      const float4 s = *reinterpret_cast<const float4*>(cos + p.half + j);
-      angles.cos[j] = c.x, angles.cos[j + 1] = c.y, angles.cos[j + 2] = c.z, angles.cos[j + 3] = c.w;
-      angles.sin[j] = s.x, angles.sin[j + 1] = s.y, angles.sin[j + 2] = s.z, angles.sin[j + 3] = s.w;
-    }
-  }
-  if (lane < kKinds) places[warp][lane] = places_of(p, lane, token, slot);
+        p.cos_sin + position * p.cos_sin_stride + (kStyle == RopeStyle::neox ? at[0] : at[0] / 2);
+    const float* sin = cos + p.half;
+    if (!p.vectors) {
+      float* const each =
+          reinterpret_cast<float*>(own + stage_bytes(p.passes, sizeof(In), true)) + lane * kPair;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kKinds * p.head_dim; i += kWarps * 32) {
-    const int kind = i < p.head_dim ? kQ : i < 2 * p.head_dim ? kK : kV, d = i - kind * p.head_dim;
-    const bool normed = kind != kV && p.norm != QkNorm::none;
-    weights[kind][d] = normed ? load_any(p.weight_type[kind], p.weight[kind], d) : 1.f;
+      for (int i = 0; i < kGroup; ++i) each[i] = cos[i], each[kGroup + i] = sin[i];
+      cos = each, sin = each + kGroup;
+    }
+    angles.load(cos, sin);
+  }
+  constexpr int kPlaces = kWarps * kKinds, kWeightThreads = kWarps / 2 * 32;
+  static_assert(kPlaces <= 32, "a lane each");
+  if (warp == kWarps - 1 && lane < kPlaces) {
+    const int64_t of = int64_t{blockIdx.x} * kWarps + lane / kKinds;
+    if (of < p.tokens) places[lane / kKinds][lane % kKinds] = places_of(p, lane % kKinds, of);
+  }
+#pragma unroll 1
+  for (int d = thread; d < p.head_dim && thread < kWeightThreads; d += kWeightThreads) {
+    const bool norms = p.norm != QkNorm::none;
+#pragma unroll
+    for (const Kind kind : {kQ, kK})
+      weights[kind][d] = norms ? load_any(p.weight_type[kind], p.weight[kind], d) : 1.f;
+    weights[kV][d] = 1.f;
   }
   wait_for_copies<0>();
-  if (entry.lost) {
-    for (int i = 0; i < p.passes * 2 * kCopies; ++i) stage[i * 32] = {0, 0, 0, 0};
-  }
   __syncthreads();
-  let_next_kernel_start();
   if (!works) return;
-
+  const bool lost = places[warp][kQ].lost;
+  if (lost) {
 #pragma unroll 1
-  for (int pass = 0; pass < p.passes; ++pass) {
+    for (int i = 0; i < p.passes * kPassCopies; ++i) stage[i * 32] = {0, 0, 0, 0};
+  }
+
+  const uint4* from = stage;
+#pragma unroll 1
+  for (int pass = 0; pass < p.passes; ++pass, from += kPassCopies * 32) {
     const int h = first + pass * kHeads;
     const Kind kind = p.kind_of(h);
     const Places& place = places[warp][kind];
-    const int of_kind = h - place.first_head;
-    const bool stores = h < heads && (kind == kQ || entry.stored());
     float v[kPair];
-    unpack<In>(stage + pass * 2 * kCopies * 32, v);
-    unpack<In>(stage + (pass * 2 + 1) * kCopies * 32, v + kGroup);
-    const bool normed = p.norm != QkNorm::none && kind != kV && !entry.lost;
-    if constexpr (!kNormLast) normalise<kLanes>(v, weights[kind], at, p, normed);
+    unpack<In>(from, v);
+    unpack<In>(from + kCopies * 32, v + kGroup);
+    const bool normed = p.norm != QkNorm::none && kind != kV && !lost;
+    float factor;
+    if constexpr (!kNormLast) factor = normalise<kLanes>(v, weights[kind], at, p, normed);
     if (rotates && kind != kV) rotate<kStyle>(v, angles);
-    if constexpr (kNormLast) normalise<kLanes>(v, weights[kind], at, p, normed);
+    if constexpr (kNormLast) factor = normalise<kLanes>(v, weights[kind], at, p, normed);
     float max = 0.f;
     if (p.makes_scales) {
 #pragma unroll
       for (int j = 0; j < kPair; ++j) max = MaxMagnitude{}(max, v[j]);
       max = warp_reduce<MaxMagnitude, kLanes>(max);
     }
-    if (!stores || !in_head) continue;
+    if (h >= heads || !in_head || place.data == nullptr) continue;
+    const int of_kind = h - place.first_head;
     char* const data = place.data + of_kind * place.stride;
     if (place.dtype == DType::fp8_e4m3) {
       float* const scale = place.scale + of_kind * place.scale_stride;
-      if (place.make) {
-        const float made = made_scale(max);
-        if (index == 0) *scale = made;
-        divide<true>(v, made);
-      } else {
-        divide(v, *scale);
-      }
-      store_pair<fp8>(v, data, at);
+      const float made_or_given = place.make ? made_scale(max * factor) : *scale;
+      if (place.make && index == 0) *scale = made_or_given;
+      factor = over_scale(factor, made_or_given);
+    }
+#pragma unroll
+    for (int j = 0; j < kPair; ++j) v[j] *= factor;
+    const auto store = [&](auto type) {
+      using T = decltype(type);
+      if (p.vectors) return store_groups<T>(v, data, at);
+      float* const each = reinterpret_cast<float*>(own + stage_bytes(p.passes, sizeof(In), true)) + lane;
+#pragma unroll
+      for (int j = 0; j < kPair; ++j) each[j * 32] = v[j];
+      store_each<T>(each, data, at);
+    };
+    if (place.dtype == DType::fp8_e4m3) {
+      store(fp8{});
     } else if (place.dtype == DType::bf16) {
-      store_pair<bf16>(v, data, at);
+      store(bf16{});
     } else if (place.dtype == DType::f32) {
-      store_pair<float>(v, data, at);
+      store(float{});
     } else {
-      store_pair<f16>(v, data, at);
+      store(f16{});
     }
   }
 }
@@ -454,9 +519,9 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
   const auto fits = [&](const Tensor& t) {
     return alignment_of(t) % std::min<int64_t>(kGroup * info_of(t.dtype).block_bytes, sizeof(uint4)) == 0;
   };
-  const bool groups = p.head_dim % kPair == 0 && p.head_dim <= kMostWidth && p.half % kGroup == 0 &&
-                      fits(args.qkv) && fits(args.q) && fits(args.k) && fits(args.v) &&
-                      (p.cos_sin == nullptr || fits(args.cos_sin));
+  p.vectors = fits(args.qkv) && fits(args.q) && fits(args.k) && fits(args.v) &&
+              (p.cos_sin == nullptr || fits(args.cos_sin));
+  const bool groups = p.head_dim % kPair == 0 && p.head_dim <= kMostWidth && p.half % kGroup == 0;
   Status status;
   with_type<float, bf16>(args.qkv.dtype, [&](auto type) {
     using In = decltype(type);
@@ -474,7 +539,7 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
                                                               (all + kMostPasses - 1) / kMostPasses, all));
       p.passes = (all + parts - 1) / parts;
       status = launch_for(kernel, p.tokens, (all + p.passes - 1) / p.passes,
-                          int64_t{kWarps} * p.passes * 32 * kPair * sizeof(In));
+                          kWarps * stage_bytes(p.passes, sizeof(In), p.vectors));
     };
     const auto run_as = [&]<RopeStyle kStyle, bool kNormLast>() {
       if (p.head_dim <= 64) {
