@@ -473,7 +473,10 @@ void add_bench_ops(CLI::App& bench, BenchOpsArgs& a) {
       "listed case nearest to it. In fused_moe another tp changes intermediate and another ep experts, "
       "unless "
       "they are\n"
-      "named too. The name of a case stands for shapes; with others it is \"own\".\n\n"
+      "named too. The name of a case stands for shapes; with others it is \"own\". An attention case is "
+      "named "
+      "by the lengths\n"
+      "of its requests, or by a seed that draws 1 to 256 of 1 to 200K tokens: random:7.\n\n"
       "Suites:" +
           suite_lines(),
       "Examples:\n"

@@ -50,6 +50,33 @@ TEST(BenchOps, ListedCasesPassTheirChecks) {
   }
 }
 
+TEST(BenchOps, ASeedDrawsLengths) {
+  const auto lengths = [](std::string_view name) {
+    const auto parsed = parse_case_lengths(name);
+    EXPECT_TRUE(parsed.ok()) << parsed.status().message();
+    return parsed.ok() ? *parsed : std::vector<int64_t>();
+  };
+  EXPECT_EQ(lengths("random:1"), lengths("random:1"));
+  EXPECT_NE(lengths("random:1"), lengths("random:2"));
+  int64_t shortest = INT64_MAX, longest = 0, most = 0;
+  for (int seed = 0; seed < 200; ++seed) {
+    const std::vector<int64_t> drawn = lengths("random:" + std::to_string(seed));
+    ASSERT_FALSE(drawn.empty());
+    most = std::max(most, std::ssize(drawn));
+    shortest = std::min(shortest, *std::ranges::min_element(drawn));
+    longest = std::max(longest, *std::ranges::max_element(drawn));
+  }
+  EXPECT_EQ(shortest, 1);
+  EXPECT_GT(longest, 190'000);
+  EXPECT_LE(longest, 204'800);
+  EXPECT_GT(most, 200);
+  EXPECT_LE(most, 256);
+  for (const char* name : {"random:", "random:x", "random:-1", "random:1x"}) {
+    EXPECT_EQ(parse_case_lengths(name).status().message(),
+              "case is '" + std::string(name) + "', needs a seed from 0 on, such as random:7");
+  }
+}
+
 TEST(BenchOps, TargetsAreForOurRowAlone) {
   const auto targets = OpTargets::parse(
       R"({"router_gemm": [{"case": "hy3", "m": 4, "n": 192, "k": 4096, "target_us": 7, "exact_target_us": 2}]})");

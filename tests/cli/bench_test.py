@@ -243,6 +243,7 @@ class BenchOps(Case):
                 ("attention_decode", "64x0", "case is '64x0', needs 1 to 4096 requests of 1 to"),
                 ("attention_decode", "4096x16384K", "tokens in all, needs at most 2147483647"),
                 ("attention_decode", "64x64K,heads_kv=1024,heads_q=1024", "GB, needs at most 128"),
+                ("attention_decode", "random:x", "case is 'random:x', needs a seed from 0 on, such as random:7"),
                 ("attention_prefill", "long", "case is 'long', needs REQUESTSxTOKENS"),
                 ("fused_moe", "hy3,tokens=-64", "tokens is -64, needs 1 to 1048576"),
                 ("fused_moe", "hy3,tp=5", "tp is 5, needs a divisor of 1536"),
@@ -280,7 +281,7 @@ class BenchOps(Case):
         for suite, case, name in [("grouped_gemm", "8x16,groups=9", "own"), ("grouped_gemm", "8x16,n=512", "8x16"),
                                   ("router_gemm", "m=5,n=7,k=3,mode=exact", "own"), ("router_gemm", "hy3,m=5", "hy3"),
                                   ("fused_moe", "hy3,tp=4,tokens=3", "hy3"), ("fused_moe", "hidden=512,tokens=3", "own"),
-                                  ("layer", "op=linear,n=7", "own"), ("layer", "op=linear,tokens=7", "hy3"),
+                                  ("attention_decode", "random:7,kv=fp8", "random:7"), ("layer", "op=linear,n=7", "own"), ("layer", "op=linear,tokens=7", "hy3"),
                                   ("sampler", "full,vocab=7", "full")]:
             with self.subTest(suite=suite, case=case):
                 self.assertEqual([got for _, got, _ in self.cases("--suite", suite, "--case", case)], [name])

@@ -247,7 +247,7 @@ class PreparedAttention final : public PreparedOp {
     args.window = s.window;
     std::vector<float> want(static_cast<size_t>(s.heads_q * s.head_dim));
     args.output = Tensor(want.data(), DType::f32, {1, s.heads_q, s.head_dim});
-    // A KV head and its queries each, so that they are computed side by side.
+    // A query head each, so that they are computed side by side.
     const auto heads = [](Tensor tensor, int dimension, int64_t begin, int64_t count) {
       if (!tensor.present() || tensor.rank <= dimension) return tensor;
       tensor.data = tensor.as<char>() + begin * tensor.stride[dimension] * info_of(tensor.dtype).block_bytes;
@@ -255,10 +255,10 @@ class PreparedAttention final : public PreparedOp {
       return tensor;
     };
     const int64_t group = s.heads_q / s.heads_kv;
-    check_threads().parallel_for(s.heads_kv, [&](int64_t head, int) {
+    check_threads().parallel_for(s.heads_q, [&](int64_t head, int) {
       AttentionArgs one = args;
-      for (Tensor* cache : {&one.k, &one.v}) *cache = heads(*cache, 2, head, 1);
-      for (Tensor* rows : {&one.q, &one.q_scale, &one.output}) *rows = heads(*rows, 1, head * group, group);
+      for (Tensor* cache : {&one.k, &one.v}) *cache = heads(*cache, 2, head / group, 1);
+      for (Tensor* rows : {&one.q, &one.q_scale, &one.output}) *rows = heads(*rows, 1, head, 1);
       attention_reference(one);
     });
     double worst = 0;

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <limits>
 
+#include "src/bench/random.h"
 #include "src/core/error.h"
 
 namespace vivace::bench {
@@ -21,6 +23,18 @@ OpWorkload& set(OpWorkload& workload, std::string_view field, T value) {
   }
   workload.fields.push_back({std::string(field), std::move(value)});
   return workload;
+}
+
+/// 1 to 256 requests of 1 to 200K tokens.
+std::vector<int64_t> drawn_lengths(uint64_t seed) {
+  Random random(seed);
+  const auto log_uniform = [&](int64_t most) {
+    const double drawn = std::exp((1 - random.uniform()) * std::log(static_cast<double>(most + 1)));
+    return std::clamp<int64_t>(static_cast<int64_t>(drawn), 1, most);
+  };
+  std::vector<int64_t> lengths(static_cast<size_t>(log_uniform(256)));
+  for (int64_t& length : lengths) length = log_uniform(200 * 1024);
+  return lengths;
 }
 
 /// A number up to the first other character; `text` is moved past it. The largest one for what 64 bits do not hold.
@@ -145,6 +159,12 @@ Result<std::vector<int64_t>> parse_lengths(std::string_view text, const LengthLi
 }
 
 Result<std::vector<int64_t>> parse_case_lengths(std::string_view name) {
+  if (constexpr std::string_view kRandom = "random:"; name.starts_with(kRandom)) {
+    std::string_view rest = name.substr(kRandom.size());
+    int64_t seed = 0;
+    if (take_number(rest, seed) && rest.empty()) return drawn_lengths(static_cast<uint64_t>(seed));
+    return invalid_argument("case is '{}', needs a seed from 0 on, such as random:7", name);
+  }
   Result<std::vector<int64_t>> lengths = parse_lengths(name, {});
   if (lengths.ok()) return lengths;
   return error(lengths.status().code(), "case {}", lengths.status().message());

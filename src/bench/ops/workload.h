@@ -55,7 +55,8 @@ struct LengthLimits {
 /// invalid_argument: not of that form, or outside the limits. The message begins "is '64x4K', needs"; the caller
 /// says what is.
 Result<std::vector<int64_t>> parse_lengths(std::string_view text, const LengthLimits& limits);
-/// Those that name a case.
+/// Those that name a case: in that form, or "random:7", which a seed draws: 1 to 256 requests of 1 to 200K tokens, both so that
+/// their logarithms are evenly spread.
 Result<std::vector<int64_t>> parse_case_lengths(std::string_view name);
 
 }  // namespace vivace::bench
