@@ -127,14 +127,16 @@ int64_t unit_rows_of(const OpsScheduleArgs& args) {
 }
 
 DecodeScheduleParams sm90_params_of(const OpsScheduleArgs& args) {
-  DecodeScheduleParams params = sm90_decode_schedule(
-      args.heads_kv, unit_rows_of(args), ScheduleSummary::kHeadDim * (args.fp8 ? 1 : 2), args.sms);
+  DecodeScheduleParams params =
+      sm90_decode_schedule(args.heads_kv, unit_rows_of(args), ScheduleSummary::kHeadDim,
+                           ScheduleSummary::kHeadDim * (args.fp8 ? 1 : 2), args.sms);
   if (args.workers) params.workers = *args.workers;
   return params;
 }
 
 int64_t sm90_ctas(const OpsScheduleArgs& args) {
-  return attention_sm90::ctas_of(sm90_params_of(args).workers, unit_rows_of(args));
+  using namespace attention_sm90;
+  return ctas_of(sm90_params_of(args).workers, rows_plan(unit_rows_of(args), ScheduleSummary::kHeadDim));
 }
 
 bool fits_sm90(const OpsScheduleArgs& args) {

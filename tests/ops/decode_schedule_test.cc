@@ -165,7 +165,7 @@ DecodeScheduleCase draw_serving(std::mt19937& rng) {
   const int64_t heads_kv = below(rng, 2) == 0 ? 1 : 1 + below(rng, 8), sms = 1 + below(rng, kMostSms);
   c.params = below(rng, 2) == 0
                  ? mma_decode_schedule(heads_kv, sms)
-                 : sm90_decode_schedule(heads_kv, 1 + below(rng, 64), 64 << below(rng, 4), sms);
+                 : sm90_decode_schedule(heads_kv, 1 + below(rng, 64), 128, 64 << below(rng, 4), sms);
   c.params.window = below(rng, 4) == 0 ? log_uniform(rng, 8192) : 0;
   c.params.piece_tiles = below(rng, 3) == 0 ? log_uniform(rng, 64) : 0;
   const int64_t requests = log_uniform(rng, 256), rows = 1 + often_0(rng, 8);

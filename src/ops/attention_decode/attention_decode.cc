@@ -43,7 +43,7 @@ Facts attention_decode_facts(const AttentionDecodeArgs& args) {
       .add("tile_tokens", args.params.tile_tokens)
       .add("tile_remainder", args.params.tile_tokens % box_keys)
       .add("piece_tiles", args.params.piece_tiles)
-      .add("ctas", ctas_of(args.params.workers, rows))
+      .add("ctas", ctas_of(args.params.workers, rows_plan(rows, a.k.shape[3])))
       .add("q_alignment", alignment_of(a.q))
       .add("output_alignment", alignment_of(a.output));
 }
@@ -105,7 +105,7 @@ Result<DecodeScheduleParams> attention_decode_schedule_params(const AttentionDec
     params = mma_decode_schedule(params.heads_kv, info->sms);
     if (info->sm90()) {
       AttentionDecodeArgs sm90 = args;
-      sm90.params = sm90_decode_schedule(params.heads_kv, unit_rows(args),
+      sm90.params = sm90_decode_schedule(params.heads_kv, unit_rows(args), a.k.shape[3],
                                          a.k.shape[3] * info_of(a.k.dtype).block_bytes, info->sms);
       sm90.params.piece_tiles = args.params.piece_tiles;
       if (attention_decode_explain(sm90, stream).row.starts_with("sm90.")) params = sm90.params;

@@ -28,17 +28,18 @@ constexpr DecodeScheduleParams mma_decode_schedule(int64_t heads_kv, int64_t sms
           .request_cost = kStartTiles};
 }
 
-/// For sm90.* on a GPU with `sms` multiprocessors: `rows` query rows of a unit, keys of `row_bytes` each.
+/// For sm90.* on a GPU with `sms` multiprocessors: `rows` query rows of a unit, keys of `head_dim`
+/// elements and `row_bytes` each.
 ///
 /// A worker is a warp or a few, and an SM has eight of them, so that one's start or end costs the SM little: starts are free. But
 /// what a worker leaves open costs a microsecond to merge, in which it could read 64 keys.
-constexpr DecodeScheduleParams sm90_decode_schedule(int64_t heads_kv, int64_t rows, int64_t row_bytes,
-                                                    int64_t sms) {
+constexpr DecodeScheduleParams sm90_decode_schedule(int64_t heads_kv, int64_t rows, int64_t head_dim,
+                                                    int64_t row_bytes, int64_t sms) {
   using namespace attention_sm90;
   const int64_t ctas = std::max<int64_t>(1, sms / kClusterCtas) * kClusterCtas * kCtasPerSm;
   return {.heads_kv = heads_kv,
           .tile_tokens = sm90_box_keys(row_bytes),
-          .workers = ctas * workers_per_cta(rows),
+          .workers = ctas * workers_per_cta(rows_plan(rows, head_dim)),
           .min_tiles = std::max<int64_t>(1, 64 / sm90_box_keys(row_bytes)),
           .request_cost = 0};
 }

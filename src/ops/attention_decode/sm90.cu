@@ -24,27 +24,26 @@ struct Sizes {
   int64_t clusters;
   int64_t parked_bytes, partial_bytes, end_bytes;
 
-  explicit Sizes(const AttentionDecodeArgs& args) : plan(rows_plan(unit_rows(args))) {
-    const int64_t rows = padded_rows(plan);
-    clusters = (ctas_of(args.params.workers, rows) + kClusterCtas - 1) / kClusterCtas;
-    const int64_t workers = clusters * kClusterCtas * workers_per_cta(rows);
-    set_bytes(workers, clusters, rows, args.attention.q.shape[2]);
+  explicit Sizes(const AttentionDecodeArgs& args)
+      : plan(rows_plan(unit_rows(args), args.attention.k.shape[3])) {
+    clusters = (ctas_of(args.params.workers, plan) + kClusterCtas - 1) / kClusterCtas;
+    const int64_t workers = clusters * kClusterCtas * workers_per_cta(plan);
+    set_bytes(workers, clusters, plan.rows(), args.attention.q.shape[2]);
   }
   int64_t bytes() const { return parked_bytes + partial_bytes + end_bytes; }
 
   /// No call with as many workers and at most these rows and this width has more.
   static int64_t most_bytes(const AttentionDecodeArgs& args) {
     Sizes most = Sizes();
-    const int64_t rows = padded_rows(rows_plan(std::min<int64_t>(unit_rows(args), kMostRows)));
+    const int64_t rows = std::min<int64_t>(unit_rows(args), kMostRows), head_dim = args.attention.q.shape[2];
     const int64_t workers = args.params.workers + kClusterCtas * kCtaWarps;  // a grid is whole clusters
-    most.set_bytes(workers, workers / (kClusterCtas * workers_per_cta(rows)), rows,
-                   std::min<int64_t>(args.attention.q.shape[2], 256));
+    const int64_t each = kClusterCtas * workers_per_cta(rows_plan(rows, head_dim));
+    most.set_bytes(workers, workers / each, rows_plan(rows, 1).rows(), std::min<int64_t>(head_dim, 256));
     return most.bytes();
   }
 
  private:
   Sizes() = default;
-  static int64_t padded_rows(const RowsPlan& plan) { return int64_t{8} * plan.blocks << plan.team_log2; }
   void set_bytes(int64_t workers, int64_t most_clusters, int64_t rows, int64_t head_dim) {
     constexpr auto kFloat = static_cast<int64_t>(sizeof(float));
     parked_bytes = whole_lines(workers * rows * piece_pitch(static_cast<int>(head_dim)) * kFloat);

@@ -313,7 +313,7 @@ Status launch_shape(const Sm90Params& p, const Stream& stream) {
 /// K and V of type Raw.
 template <class Raw>
 Status launch_decode(const Sm90Params& p, const Stream& stream) {
-  const bool wide = rows_plan(p.rows).blocks == 2;
+  const bool wide = rows_plan(p.rows, p.attention.head_dim).blocks == 2;
   switch (p.attention.head_dim) {
     case 64:
       return wide ? launch_shape<Shape<Raw, 64, 2>>(p, stream) : launch_shape<Shape<Raw, 64, 1>>(p, stream);

@@ -22,10 +22,13 @@ constexpr int piece_pitch(int head_dim) {
 /// Rows of the kernel of a call: blocks of 8 a warp and warps of a team.
 struct RowsPlan {
   int blocks, team_log2;
+  constexpr int rows() const { return 8 * blocks << team_log2; }
 };
-/// Up to 32 query rows share a read of K and V over up to four warps, more over four with two blocks each.
-constexpr RowsPlan rows_plan(int64_t rows) {
-  return {rows > 32 ? 2 : 1, rows > 16 ? 2 : rows > 8 ? 1 : 0};
+/// A warp has the registers for 16 query rows of heads up to 128, which read keys from its ring once, and for 8 of wider ones; up to
+/// four of them share a read of K and V.
+constexpr RowsPlan rows_plan(int64_t rows, int64_t head_dim) {
+  const int blocks = rows > 8 && head_dim <= 128 ? 2 : 1;
+  return {blocks, rows > 16 * blocks ? 2 : rows > 8 * blocks ? 1 : 0};
 }
 
 /// Keys of a box of K or V, 8 KB where those are at most 64 keys: what a worker takes at a time.
@@ -33,11 +36,11 @@ constexpr int64_t sm90_box_keys(int64_t row_bytes) {
   return row_bytes > 256 ? 16 : row_bytes > 128 ? 32 : 64;
 }
 /// Workers of a CTA.
-constexpr int64_t workers_per_cta(int64_t rows) {
-  return kCtaWarps >> rows_plan(rows).team_log2;
+constexpr int64_t workers_per_cta(const RowsPlan& plan) {
+  return kCtaWarps >> plan.team_log2;
 }
-constexpr int64_t ctas_of(int64_t workers, int64_t rows) {
-  const int64_t each = workers_per_cta(rows);
+constexpr int64_t ctas_of(int64_t workers, const RowsPlan& plan) {
+  const int64_t each = workers_per_cta(plan);
   return (workers + each - 1) / each;
 }
 
