@@ -170,6 +170,20 @@ TEST(RouteTopK, ManyTiesAgreeWithTheReference) {
   }
 }
 
+TEST(RouteTopK, TheLargestMayBeNeighboursOrFarApart) {
+  // A warp's lane has every 32nd expert: its own may be the largest of all, or all lanes may hold as many.
+  for (const int stride : {1, 2, 32, 33, 64}) {
+    std::vector<float> logits(384, 0.0f);
+    std::vector<int32_t> want;
+    for (int j = 0; j < 6; ++j) {
+      want.push_back(5 + stride * j);
+      logits[want.back()] = static_cast<float>(10 - j);
+    }
+    want.insert(want.end(), {0, 1, 2});  // ties
+    with_each_row(logits, 9, {}, {}, [&](const Choices& got) { EXPECT_EQ(got.ids, want) << stride; });
+  }
+}
+
 TEST(RouteTopK, GroupsNegativeBiasedScoresBeatAMaskOfZero) {
   // Choices: group 0 {-0.2, -0.3}, group 1 {-0.9, -0.9}. With a mask of 0 instead of leaving group 1 out, its experts
   // would win.

@@ -23,6 +23,8 @@ inline constexpr RouteTopKCase kRouteTopKTestCases[] = {
     {"no choices", 3, 8, 0},
     {"one expert", 3, 1, 1},
     {"all experts", 5, 13, 13},
+    {"more choices than a warp has lanes", 5, 70, 40},
+    {"LongCat-Flash-Lite", 9, 384, 12, RouteScoring::softmax, true, false, 6, 1, 1, 128},
     {"Qwen3", 9, 128, 8},
     {"OLMoE: not renormalised", 9, 64, 8, RouteScoring::softmax, false, false},
     {"Mixtral", 9, 8, 2, RouteScoring::softmax_chosen},
