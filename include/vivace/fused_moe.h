@@ -60,7 +60,8 @@ struct FusedMoeArgs {
 /// Types    x f32, bf16 or fp8_e4m3; y of x's type, f32 or bf16 when x is fp8; gate and up of one type, down of another
 ///          or the same: f32, f16, bf16 or a block format, or all fp8_e4m3; expert_ids i32; expert_weights f32.
 ///          Intermediates and sums are fp32; GPU rows with bf16 weights round silu(gate) * up to bf16, and GPU rows
-///          may round out(t, e) to bf16.
+///          may round out(t, e) to bf16. sm90.wide sums each 128 products of fp8 with 13 bits below the largest of them,
+///          and these sums in fp32.
 /// Writes   y and workspace; y must not overlap x.
 /// Cost     fused_moe_cost(): it reads expert_ids, since a visited expert's weights are moved once and others
 ///          not at all. Ids on a device are not read: then as many experts count as the pairs can visit.

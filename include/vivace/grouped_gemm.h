@@ -24,7 +24,8 @@ struct GroupedGemmArgs {
 ///
 /// Shapes   x [rows, k]; weight [groups, n, k]; y [rows, n]. Rows may be strided.
 /// Types    x and weight both bf16, both fp8_e4m3, or f32 x with any plain weight; y bf16 or f32. Sums in fp32; with
-///          blocks of scales each 128 products are summed and then scaled by x_scale * weight_scale.
+///          blocks of scales each 128 products are summed and then scaled by x_scale * weight_scale. sm90.wide sums each
+///          128 products of fp8 with 13 bits below the largest of them, and these sums in fp32.
 /// Writes   y, rows of groups only. Nothing may overlap.
 /// Cost     grouped_gemm_cost(): of x.shape[0] rows and every weight.
 /// Runs     on `stream`; allocates nothing.

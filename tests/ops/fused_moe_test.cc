@@ -93,6 +93,17 @@ MoeBound bound_of(const FusedMoeArgs& args, const Magnitudes& m, bool tensor_cor
   return bound;
 }
 
+/// Each token's distance from what it should be, as a share of it: what the largest values of a layer do not allow to see.
+void expect_near_in_all(const Tensor& got, const Tensor& want) {
+  constexpr double kShare = 0.05;  // values between the products that fp8 moves by a step, and bf16
+  for (int64_t t = 0; t < want.shape[0]; ++t) {
+    const std::vector<double> g = values_of(got.rows(t, 1)), w = values_of(want.rows(t, 1));
+    double off = 0, all = 0;
+    for (size_t i = 0; i < w.size(); ++i) off += (g[i] - w[i]) * (g[i] - w[i]), all += w[i] * w[i];
+    EXPECT_LE(std::sqrt(off), kShare * std::sqrt(all)) << "token " << t;
+  }
+}
+
 /// Every element within the tight bound, but for a few tokens that fp8 moved by a step.
 void expect_close(const Tensor& got, const Tensor& want, const MoeBound& bound) {
   if (bound.step == 0) {
@@ -117,12 +128,66 @@ TEST(FusedMoe, EveryRowAgreesWithTheReference) {
         FusedMoeProblem got(c, 1, stream);
         if (c.tokens > 0) ASSERT_OK(row.run(got.args, stream));
         const bool tensor_cores = stream.device == Device::cuda;
+        expect_near_in_all(got.args.y, want.args.y);
         expect_close(got.args.y, want.args.y,
                      bound_of(want.args, magnitudes, tensor_cores, row.name == "sm90.wide"));
         EXPECT_TRUE(got.y.canaries_intact() && got.workspace.canaries_intact());
       });
     }
   }
+}
+
+// Gate and up are one tensor to sm90.wide, whichever comes first in memory; the same matrix twice is none.
+TEST(FusedMoe, GateAndUpOfTheSharedExpertLieAnywhere) {
+  for (const FusedMoeCase& c : fused_moe_cases(CaseSize::test)) {
+    if (c.shared == 0 || c.tokens == 0 || c.separate) continue;
+    SCOPED_TRACE(c.name);
+    for (const bool same : {false, true}) {
+      const auto change = [&](FusedMoeArgs& args) {
+        if (same) {
+          args.shared.up = args.shared.gate;
+          args.shared.up_scale = args.shared.gate_scale;
+        } else {
+          std::swap(args.shared.gate, args.shared.up);
+          std::swap(args.shared.gate_scale, args.shared.up_scale);
+        }
+      };
+      FusedMoeProblem want(c, 3);
+      change(want.args);
+      ASSERT_OK(fused_moe_reference(want.args, Stream{}));
+      for (const Stream& stream : test_streams()) {
+        for_each_fitting_row(kFusedMoe, want.args, stream, [&](const auto& row) {
+          SCOPED_TRACE(row.name);
+          FusedMoeProblem got(c, 3, stream);
+          change(got.args);
+          ASSERT_OK(row.run(got.args, stream));
+          expect_near_in_all(got.args.y, want.args.y);
+        });
+      }
+    }
+  }
+}
+
+TEST(FusedMoe, GpuRowsWantTheSharedExpertsRowsAlike) {
+  FusedMoeProblem p({"", 3, 64, 32, 4, 2, DType::bf16, MoeRouting::any, 16, false, 0, DType::bf16}, 1);
+  const auto chosen = [&] {
+    return fused_moe_explain(p.args, {.device = Device::cuda, .compute_capability = 90});
+  };
+  const std::string before(chosen().row);
+  if (before.empty()) GTEST_SKIP() << "a build without nvcc";
+  EXPECT_EQ(before, "sm90.stream");
+  p.args.shared.gate.stride[0] = 2 * p.args.shared.up.stride[0];
+  EXPECT_TRUE(chosen().row.empty()) << chosen().row;
+}
+
+// The number of tokens must not choose among rows of other bits.
+TEST(FusedMoe, BatchInvariantCallsHaveRowsOfTheSameBits) {
+  FusedMoeProblem p({"", 300, 64, 32, 4, 2, DType::bf16, MoeRouting::any, 0, false, 0, DType::bf16}, 1);
+  const Stream hopper{.device = Device::cuda, .compute_capability = 90};
+  if (fused_moe_explain(p.args, hopper).row.empty()) GTEST_SKIP() << "a build without nvcc";
+  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.wide");
+  p.args.batch_invariant = true;
+  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "cuda.grouped");
 }
 
 TEST(FusedMoe, BlockFormatWeights) {

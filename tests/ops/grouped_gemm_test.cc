@@ -126,6 +126,49 @@ TEST(GroupedGemm, ARowDoesNotDependOnTheOtherRows) {
   }
 }
 
+// A GPU row cannot refuse what is in its memory: groups are clipped to the rows of x.
+TEST(GroupedGemm, GpuRowsClipGroupsToTheRowsThereAre) {
+  const int32_t start[] = {-3, 5, 40, 0},
+                rows[] = {5, INT32_MAX, 3, -1};  // 0 and 1; 5 to the end; none; none
+  const int32_t clipped_start[] = {0, 5, 0, 0}, clipped_rows[] = {2, 31, 0, 0};
+  for (const DType type : {DType::bf16, DType::fp8_e4m3}) {
+    const GroupedGemmCase c{"", {9, 9, 9, 9}, 72, 272, type, type, DType::f32};
+    for (const Stream& stream : test_streams()) {
+      if (stream.device == Device::cpu) continue;
+      const GroupedGemmProblem shapes(c, 4);
+      for_each_fitting_row(kGroupedGemm, shapes.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        GroupedGemmProblem odd(c, 4), plain(c, 4);
+        for (int g = 0; g < 4; ++g) {
+          odd.group_start.as<int32_t>()[g] = start[g], odd.group_rows.as<int32_t>()[g] = rows[g];
+          plain.group_start.as<int32_t>()[g] = clipped_start[g],
+          plain.group_rows.as<int32_t>()[g] = clipped_rows[g];
+        }
+        ASSERT_OK(row.run(odd.args, stream));
+        ASSERT_OK(row.run(plain.args, stream));
+        const std::vector<double> got = values_of(odd.args.y), want = values_of(plain.args.y);
+        for (size_t i = 0; i < want.size(); ++i) {
+          const size_t r = i / 72;
+          ASSERT_EQ(std::isnan(got[i]), r >= 2 && r < 5) << r;
+          if (!std::isnan(got[i])) {
+            ASSERT_EQ(got[i], want[i]) << r;
+          }
+        }
+        EXPECT_TRUE(odd.y.canaries_intact());
+      });
+    }
+  }
+}
+
+TEST(GroupedGemm, BatchInvariantCallsHaveOneRow) {
+  GroupedGemmProblem p({"", {200, 90}, 72, 272}, 1);
+  const Stream hopper{.device = Device::cuda, .compute_capability = 90};
+  if (grouped_gemm_explain(p.args, hopper).row.empty()) GTEST_SKIP() << "a build without nvcc";
+  EXPECT_EQ(grouped_gemm_explain(p.args, hopper).row, "sm90.wide");
+  p.args.batch_invariant = true;
+  EXPECT_EQ(grouped_gemm_explain(p.args, hopper).row, "cuda.grouped");
+}
+
 TEST(GroupedGemm, RefusesWhatDisagrees) {
   const auto refuses = [](const GroupedGemmArgs& base, auto&& change, const char* text) {
     GroupedGemmArgs args = base;

@@ -117,6 +117,8 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
       .add("stacked", int64_t{stacked})
       .add("shared_of_other_type",
            int64_t{with_shared && (shared.gate.dtype != up || shared.down.dtype != down)})
+      .add("shared_of_two_strides",
+           int64_t{with_shared && shared.gate.shape[0] > 1 && shared.gate.stride[0] != shared.up.stride[0]})
       .add("block_offset", args.block_offset)
       .add("hidden_bytes", args.x.shape[1] * info_of(args.x.dtype).block_bytes)
       .add("intermediate_bytes", expert_intermediate(args) * info_of(down).block_bytes)

@@ -2,7 +2,7 @@
 
 namespace vivace::moe_sm90 {
 
-/// Tokens, and rows of an expert if all are alike to the router. With more rows the tiles of cuda.grouped are faster.
+/// Tokens, and rows of an expert if all are alike to the router. With more rows those of sm90.wide are faster.
 inline constexpr int kMaxTokens = 128, kMaxRows = 10;
 /// Outputs of tokens, top_k of each and the shared expert's, that a CTA keeps for its columns of y.
 inline constexpr int kMaxSlots = 1152;

@@ -22,13 +22,27 @@ Status run(std::string_view name, const Problem& problem, const Stream& stream) 
                                       : run_fp8_block(name, problem, stream);
 }
 
+namespace {
+
+/// What counts in 32 bits, and steps that a tensor copy can take. Gate and up are one tensor to it.
+bool sm90_can(const Problem& p) {
+  constexpr int64_t kFar = int64_t{1} << 40, kMostBytes = int64_t{1} << 36, kMostRows = INT32_MAX;
+  const int64_t size = p.type == DType::bf16 ? 2 : 1;
+  const auto* gate = static_cast<const uint8_t*>(p.b);
+  const auto* up = static_cast<const uint8_t*>(p.b_up);
+  if (p.gated && (gate == up || std::abs(up - gate) >= kFar)) return false;
+  const auto steps = [&](int64_t count, int64_t stride) {
+    return count <= 1 || (stride > 0 && stride * size < kFar);
+  };
+  return steps(p.n, p.b_stride) && steps(p.groups, p.b_group_stride) && p.rows < kMostRows &&
+         p.rows * p.a_stride * size < kMostBytes && (p.rows / 64 + p.groups) * (p.n / 64 + 1) < kMostRows;
+}
+
+}  // namespace
+
 Status run_sm90(std::string_view name, const Problem& problem, const Stream& stream) {
   if (problem.rows <= 0 || problem.n <= 0 || problem.groups <= 0) return {};
-  // Gate and up are one tensor to a tensor copy, which cannot step as far as this.
-  const auto* gate = static_cast<const uint8_t*>(problem.b);
-  const auto* up = static_cast<const uint8_t*>(problem.b_up);
-  if (problem.gated && (gate == up || std::abs(up - gate) >= ptrdiff_t{1} << 40))
-    return run(name, problem, stream);
+  if (!sm90_can(problem)) return run(name, problem, stream);
   VIVACE_TRY_ASSIGN(const device::DeviceInfo* device, device::device_info(stream.ordinal));
   if (problem.type == DType::bf16) return run_sm90_bf16(name, problem, stream, device->sms);
   return problem.block_scales ? run_sm90_fp8_block(name, problem, stream, device->sms)

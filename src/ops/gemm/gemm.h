@@ -14,8 +14,8 @@ namespace vivace::gemm {
 /// y[r] = a[index(r)] · b[g]ᵀ for each row r of each group g, or with `gated`
 /// y[r] = silu(a[index(r)] · b[g]ᵀ) · (a[index(r)] · b_up[g]ᵀ).
 ///
-/// A value of y is one sum over k in ascending steps of 16, whatever the tile: its bits depend on its row of A, its row
-/// of B and their scales alone. Pointers are device memory and read when the kernel runs; strides count elements.
+/// A value of y is one sum over k in ascending order, whatever the tile: its bits depend on its row of A, its row of B and
+/// their scales alone, and on whether run() or run_sm90() makes it. Pointers are device memory and read when the kernel runs; strides count elements.
 /// Addresses and strides of A and B are multiples of 16 bytes, and so is k.
 struct Problem {
   DType type = DType::bf16;  ///< of A and B: bf16 or fp8_e4m3

@@ -8,9 +8,9 @@ namespace vivace::gemm {
 /// Enqueues the product on warp groups of compute capability 9.0. For more rows a group than a few, and where a row's bits may
 /// depend on the row of a table that was chosen: sums are in blocks of 128 bytes of k.
 ///
-/// k is at least 1, groups at most kMostGroups, rows and tiles below 2^31; no bias; scales of A in fp8 are blocks, or one a
-/// group. y in 8 or 16 bits: addresses and row strides are multiples of 16 bytes, n of 8. Gated: n is a multiple of 8, y in
-/// 8 or 16 bits is of A's type.
+/// k is at least 1, groups at most kMostGroups; no bias; scales of A in fp8 are blocks, or one a group. y is f32, or, with rows
+/// and addresses that are multiples of 16 bytes, bf16 or, gated, of A's type; n is a multiple of 8 but for f32 that is not gated.
+/// What is beyond 32 bits or a tensor copy's steps goes to run().
 Status run_sm90(std::string_view name, const Problem& problem, const Stream& stream);
 
 /// The three families of kernels, each in a file of its own.
