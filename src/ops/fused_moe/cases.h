@@ -85,6 +85,10 @@ inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
     {"bf16 activations, decode, one token", 1, 2064, 80, 12, 6, DType::bf16, MoeRouting::any, 0, false, 0, DType::bf16},
     {"bf16 activations, decode, some rows an expert", 50, 208, 112, 8, 1, DType::bf16, MoeRouting::any, 16, false, 0,
      DType::bf16},
+    {"fp8, hundreds of rows", 280, 272, 80, 2, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 288, DType::fp8_e4m3, false,
+     0, DType::bf16},
+    {"fp8 blocks, hundreds of rows, slice from 64", 280, 144, 192, 2, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 288,
+     DType::fp8_e4m3, true, 64, DType::bf16},
     {"fp8 blocks, odd sizes", 3, 133, 150, 4, 2, DType::fp8_e4m3, MoeRouting::any, 5, true, 0, DType::fp8_e4m3, true,
      17},
     // clang-format on
