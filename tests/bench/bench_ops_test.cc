@@ -57,6 +57,7 @@ TEST(BenchOps, ASeedDrawsLengths) {
     return parsed.ok() ? *parsed : std::vector<int64_t>();
   };
   EXPECT_EQ(lengths("random:1"), lengths("random:1"));
+  EXPECT_NE(lengths("random:9223372036854775808"), lengths("random:9223372036854775809"));
   EXPECT_NE(lengths("random:1"), lengths("random:2"));
   int64_t shortest = INT64_MAX, longest = 0, most = 0;
   for (int seed = 0; seed < 200; ++seed) {
@@ -73,7 +74,7 @@ TEST(BenchOps, ASeedDrawsLengths) {
   EXPECT_LE(most, 256);
   for (const char* name : {"random:", "random:x", "random:-1", "random:1x"}) {
     EXPECT_EQ(parse_case_lengths(name).status().message(),
-              "case is '" + std::string(name) + "', needs a seed from 0 on, such as random:7");
+              "case is '" + std::string(name) + "', needs a seed from 0 to 2^64 - 1, such as random:7");
   }
 }
 

@@ -243,7 +243,7 @@ class BenchOps(Case):
                 ("attention_decode", "64x0", "case is '64x0', needs 1 to 4096 requests of 1 to"),
                 ("attention_decode", "4096x16384K", "tokens in all, needs at most 2147483647"),
                 ("attention_decode", "64x64K,heads_kv=1024,heads_q=1024", "GB, needs at most 128"),
-                ("attention_decode", "random:x", "case is 'random:x', needs a seed from 0 on, such as random:7"),
+                ("attention_decode", "random:x", "case is 'random:x', needs a seed from 0 to 2^64 - 1, such as random:7"),
                 ("attention_prefill", "long", "case is 'long', needs REQUESTSxTOKENS"),
                 ("fused_moe", "hy3,tokens=-64", "tokens is -64, needs 1 to 1048576"),
                 ("fused_moe", "hy3,tp=5", "tp is 5, needs a divisor of 1536"),

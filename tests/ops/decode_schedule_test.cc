@@ -163,9 +163,10 @@ DecodeScheduleCase draw_serving(std::mt19937& rng) {
   constexpr int64_t kMostSms = 132;
   DecodeScheduleCase c{"", {}, {}};
   const int64_t heads_kv = below(rng, 2) == 0 ? 1 : 1 + below(rng, 8), sms = 1 + below(rng, kMostSms);
-  c.params = below(rng, 2) == 0
-                 ? mma_decode_schedule(heads_kv, sms)
-                 : sm90_decode_schedule(heads_kv, 1 + below(rng, 64), 128, 64 << below(rng, 4), sms);
+  const int64_t head_dim = 64 << below(rng, 3), row_bytes = head_dim << below(rng, 2);
+  c.params = below(rng, 2) == 0 ? mma_decode_schedule(heads_kv, sms)
+                                : sm90_decode_schedule(heads_kv, 1 + below(rng, head_dim == 256 ? 32 : 64),
+                                                       head_dim, row_bytes, sms);
   c.params.window = below(rng, 4) == 0 ? log_uniform(rng, 8192) : 0;
   c.params.piece_tiles = below(rng, 3) == 0 ? log_uniform(rng, 64) : 0;
   const int64_t requests = log_uniform(rng, 256), rows = 1 + often_0(rng, 8);

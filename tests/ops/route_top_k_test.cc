@@ -173,14 +173,17 @@ TEST(RouteTopK, ManyTiesAgreeWithTheReference) {
 TEST(RouteTopK, TheLargestMayBeNeighboursOrFarApart) {
   // A warp's lane has every 32nd expert: its own may be the largest of all, or all lanes may hold as many.
   for (const int stride : {1, 2, 32, 33, 64}) {
-    std::vector<float> logits(384, 0.0f);
-    std::vector<int32_t> want;
-    for (int j = 0; j < 6; ++j) {
-      want.push_back(5 + stride * j);
-      logits[want.back()] = static_cast<float>(10 - j);
+    for (const float step : {0.0f, 0.01f}) {  // the others tie, more of them than candidates, or do not
+      std::vector<float> logits(384);
+      for (int e = 0; e < 384; ++e) logits[e] = -1 - step * static_cast<float>(e);
+      std::vector<int32_t> want;
+      for (int j = 0; j < 6; ++j) {
+        want.push_back(5 + stride * j);
+        logits[want.back()] = static_cast<float>(10 - j);
+      }
+      want.insert(want.end(), {0, 1, 2});
+      with_each_row(logits, 9, {}, {}, [&](const Choices& got) { EXPECT_EQ(got.ids, want) << stride; });
     }
-    want.insert(want.end(), {0, 1, 2});  // ties
-    with_each_row(logits, 9, {}, {}, [&](const Choices& got) { EXPECT_EQ(got.ids, want) << stride; });
   }
 }
 

@@ -161,9 +161,10 @@ Result<std::vector<int64_t>> parse_lengths(std::string_view text, const LengthLi
 Result<std::vector<int64_t>> parse_case_lengths(std::string_view name) {
   if (constexpr std::string_view kRandom = "random:"; name.starts_with(kRandom)) {
     std::string_view rest = name.substr(kRandom.size());
-    int64_t seed = 0;
-    if (take_number(rest, seed) && rest.empty()) return drawn_lengths(static_cast<uint64_t>(seed));
-    return invalid_argument("case is '{}', needs a seed from 0 on, such as random:7", name);
+    uint64_t seed = 0;
+    const auto [end, bad] = std::from_chars(rest.data(), rest.data() + rest.size(), seed);
+    if (bad == std::errc() && end == rest.data() + rest.size()) return drawn_lengths(seed);
+    return invalid_argument("case is '{}', needs a seed from 0 to 2^64 - 1, such as random:7", name);
   }
   Result<std::vector<int64_t>> lengths = parse_lengths(name, {});
   if (lengths.ok()) return lengths;

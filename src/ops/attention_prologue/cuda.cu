@@ -67,12 +67,12 @@ struct Params {
   }
 };
 
-/// factor / scale, and never so large that a zero times it is NaN.
-__device__ __forceinline__ float over_scale(float factor, float scale) {
-  float inverse, quotient;
+/// 1 / scale, and never so large that a zero times it is NaN.
+__device__ __forceinline__ float inverse_of(float scale) {
+  float inverse, bounded;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(quotient) : "f"(factor * inverse), "f"(FLT_MAX));
-  return quotient;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(bounded) : "f"(inverse), "f"(FLT_MAX));
+  return bounded;
 }
 
 /// head *= weight / sqrt(mean(head * head) + eps)
@@ -152,7 +152,7 @@ __device__ void store_head(float* head, const Params& p, const Places& to, char*
   } else {
     made_or_given = *scale;
   }
-  const float inverse = over_scale(1.f, made_or_given);
+  const float inverse = inverse_of(made_or_given);
   for (int d = lane; d < p.head_dim; d += 32) head[d] *= inverse;
   __syncwarp();
   store_as<fp8>(head, p, data, lane);
@@ -425,7 +425,14 @@ __global__ __launch_bounds__(kWarps * 32,
       float* const scale = place.scale + of_kind * place.scale_stride;
       const float made_or_given = place.make ? made_scale(max * factor) : *scale;
       if (place.make && index == 0) *scale = made_or_given;
-      factor = over_scale(factor, made_or_given);
+      const float inverse = inverse_of(made_or_given);
+      if (factor * inverse > FLT_MAX) {  // both are large for values near 0, their product is for none
+#pragma unroll
+        for (int j = 0; j < kPair; ++j) v[j] *= factor;
+        factor = inverse;
+      } else {
+        factor *= inverse;
+      }
     }
 #pragma unroll
     for (int j = 0; j < kPair; ++j) v[j] *= factor;
@@ -530,13 +537,14 @@ Status attention_prologue_cuda(const AttentionPrologueArgs& args, const Stream& 
           launch_for(attention_prologue_kernel<In>, p.tokens * heads, 1, int64_t{kWarps} * p.head_dim * 4);
       return;
     }
-    // A warp takes up to kMostPasses of a token's heads, and fewer where there are too few tokens to give every SM its warps.
-    constexpr int kMostPasses = 5;
+    // A warp takes up to most_passes of a token's heads, and fewer where there are too few tokens to give every SM its warps.
+    // Without vectors a pass takes twice the shared memory, of which some GPUs give a block 99 KB.
+    const int most_passes = p.vectors ? 5 : 4;
     constexpr int64_t kEnoughWarps = 4096;
     const auto run = [&](auto kernel, int lanes) {
       const int at_once = 32 / lanes, all = (heads + at_once - 1) / at_once;
       const auto parts = static_cast<int>(std::clamp<int64_t>(kEnoughWarps / std::max<int64_t>(p.tokens, 1),
-                                                              (all + kMostPasses - 1) / kMostPasses, all));
+                                                              (all + most_passes - 1) / most_passes, all));
       p.passes = (all + parts - 1) / parts;
       status = launch_for(kernel, p.tokens, (all + p.passes - 1) / p.passes,
                           kWarps * stage_bytes(p.passes, sizeof(In), p.vectors));
