@@ -24,7 +24,7 @@ struct RmsNormArgs {
 ///
 /// Shapes   x, residual, y [tokens, hidden]; weight [hidden]. Rows may be strided.
 /// Types    x, residual and y f32 or bf16 each, y also fp8_e4m3; weight f32, f16 or bf16. Arithmetic in fp32;
-///          the sum that enters the norm is the unrounded one.
+///          the sum that enters the norm is the unrounded one. Squares may exceed fp32, values and sums of two may not.
 /// Writes   y, residual and made scales. y may be x; nothing else may overlap.
 /// Cost     rms_norm_cost().
 /// Runs     on `stream`; allocates nothing.

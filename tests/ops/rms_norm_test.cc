@@ -28,7 +28,9 @@ TEST(RmsNorm, EveryRowAgreesWithTheReference) {
         EXPECT_TRUE(got.y_scale.canaries_intact());
       } else {
         // The fp32 value may fall on the other side of a tie: one more half ulp.
-        EXPECT_TRUE(close(got.y, exact, Bound::store(got.y.tensor().dtype) + Bound::store(got.y.tensor().dtype) + sum + input));
+        EXPECT_TRUE(
+            close(got.y, exact,
+                  Bound::store(got.y.tensor().dtype) + Bound::store(got.y.tensor().dtype) + sum + input));
       }
       if (c.residual) {
         const Bound store = Bound::store(got.residual.tensor().dtype);
@@ -57,6 +59,30 @@ TEST(RmsNorm, HandWorked) {
   ASSERT_OK(rms_norm(args, Stream{}));
   EXPECT_NEAR(y[0], 3 / std::sqrt(12.5), 1e-6);
   EXPECT_NEAR(y[1], 8 / std::sqrt(12.5), 1e-6);
+}
+
+/// Whose squares fp32 does not hold.
+TEST(RmsNorm, HugeValues) {
+  for (const int64_t hidden : {3, 300, 4096}) {
+    const RmsNormCase c{"", 3, hidden, DType::f32, DType::f32, true};
+    const auto made = [&] {
+      RmsNormProblem p(c, 2);
+      for (const int64_t i : {int64_t{0}, hidden, 2 * hidden - 1})
+        p.args.x.as<float>()[i] = 3e38f;  // in two rows of the three
+      return p;
+    };
+    RmsNormProblem want = made();
+    ASSERT_OK(rms_norm_reference(want.args, Stream{}));
+    const Bound sum{0x1p-24 * 8 * 4, 4 * 0x1p-24 * std::sqrt(static_cast<double>(hidden)) + 16 * 0x1p-24};
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kRmsNorm, want.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(row.name);
+        RmsNormProblem got = made();
+        ASSERT_OK(row.run(got.args, stream));
+        EXPECT_TRUE(close(got.y, want.y, sum + Bound::store(DType::f32)));
+      });
+    }
+  }
 }
 
 TEST(RmsNorm, RefusesWhatDisagrees) {

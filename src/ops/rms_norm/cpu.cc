@@ -14,6 +14,7 @@
 #include "src/cpu/simd.h"
 #include "src/cpu/thread_pool.h"
 #include "src/ops/quantize_fp8/row-inl.h"
+#include "src/ops/rms_norm/huge.h"
 #include "src/ops/rms_norm/table.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -74,13 +75,20 @@ void rms_norm_row(const RmsNormArgs& args, int64_t t) {
     load_floats(residual.dtype, residual.data, i, count, other);
     add_floats(other, count, values);
   };
-  float squares = 0, values[kPiece];
-  for (int64_t i = 0; i < hidden; i += kPiece) {
-    const int64_t count = std::min(kPiece, hidden - i);
-    sum(i, count, values);
-    squares += sum_of_squares(values, count);
-  }
-  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(hidden) + static_cast<float>(args.eps));
+  float values[kPiece];
+  const auto mean_square = [&](float factor) {
+    float squares = 0;
+    for (int64_t i = 0; i < hidden; i += kPiece) {
+      const int64_t count = std::min(kPiece, hidden - i);
+      sum(i, count, values);
+      for (int64_t j = 0; factor != 1 && j < count; ++j) values[j] *= factor;
+      squares += sum_of_squares(values, count);
+    }
+    return squares / static_cast<float>(hidden);
+  };
+  const float mean = mean_square(1);
+  const float scale = std::isinf(mean) ? kTinyFactor / std::sqrt(mean_square(kTinyFactor))
+                                       : 1.0f / std::sqrt(mean + static_cast<float>(args.eps));
   const auto make = [&](int64_t i, int64_t count, float* out, bool last) {
     sum(i, count, out);
     if (last && residual.present()) store_floats(residual.dtype, out, i, count, residual.data);

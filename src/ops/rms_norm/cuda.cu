@@ -12,6 +12,7 @@
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
 #include "src/device/row.h"
+#include "src/ops/rms_norm/huge.h"
 #include "src/ops/rms_norm/table.h"
 
 namespace vivace {
@@ -59,7 +60,14 @@ __global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constan
     }
   }
   const float mean = block_reduce<Sum, kThreads>(squares) / static_cast<float>(p.hidden);
-  const float scale = 1.f / sqrtf(mean + p.eps);
+  float scale = 1.f / sqrtf(mean + p.eps);
+  if (isinf(mean)) {  // the whole block's answer
+    squares = 0.f;
+    for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += kThreads * kVec) {
+      for (int j = 0; j < kVec; ++j) squares += (row[i + j] * kTinyFactor) * (row[i + j] * kTinyFactor);
+    }
+    scale = kTinyFactor / sqrtf(block_reduce<Sum, kThreads>(squares) / static_cast<float>(p.hidden));
+  }
   for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += kThreads * kVec) {
 #pragma unroll
     for (int j = 0; j < kVec; ++j) row[i + j] *= scale * load_any(p.weight_type, p.weight, i + j);
