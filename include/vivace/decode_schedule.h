@@ -73,8 +73,11 @@ Choice decode_schedule_explain(const DecodeScheduleArgs& args, const Stream& str
 constexpr int64_t decode_schedule_arrivals(int64_t workers) {
   return (workers + 7) / 8 * 8;
 }
-/// int32 values of a map for at most this many requests.
+/// int32 values of a map for at most this many requests. Counts beyond 2^59, which no memory holds, are taken as that.
 constexpr int64_t decode_schedule_ints(int64_t max_requests, int64_t workers) {
+  constexpr int64_t kMost = int64_t{1} << 59;
+  max_requests = max_requests < kMost ? max_requests : kMost;
+  workers = workers < kMost ? workers : kMost;
   return 16 + 4 * (workers + 1) + decode_schedule_arrivals(workers) + 4 * (max_requests + 1);
 }
 

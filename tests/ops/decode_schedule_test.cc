@@ -1,6 +1,7 @@
 #include "src/ops/decode_schedule/cases.h"
 
 #include <cmath>
+#include <limits>
 #include <map>
 #include <random>
 #include <set>
@@ -303,6 +304,14 @@ TEST(DecodeSchedule, PiecesDependOnTheRequestOnly) {
   }
   EXPECT_EQ(cuts[0], cuts[1]);
   EXPECT_EQ(cuts[0].size(), 18u);  // ceil(9000 / 512)
+}
+
+TEST(DecodeSchedule, SizesOfHugeCountsDoNotOverflow) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  static_assert(decode_schedule_ints(kMost, kMost) >
+                decode_schedule_ints(int64_t{1} << 58, int64_t{1} << 58));
+  static_assert(decode_schedule_ints(kMost, 1) > 0 && decode_schedule_ints(1, kMost) > 0);
+  static_assert(decode_schedule_ints(2, 3) == 52);
 }
 
 TEST(DecodeSchedule, RefusesWhatDisagrees) {
