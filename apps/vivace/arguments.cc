@@ -1038,7 +1038,7 @@ std::string unknown_word(const CLI::App& app, const CLI::App& command) {
 
 int usage_error(const std::string& path, const std::string& message) {
   std::fprintf(stderr, "%s: %s\nTry '%s --help'.\n", path.c_str(), visible(message).c_str(), path.c_str());
-  return 2;
+  return kMistake;
 }
 
 int report_usage_error(const CLI::App& app, const CLI::ParseError& error) {

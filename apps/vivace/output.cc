@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
@@ -40,8 +41,8 @@ std::string in_flags(std::string_view message) {
       {"max_tokens", "--max-tokens"},
   };
   std::string text = renamed(message, kFlags);
-  for (const std::string_view option : {"threads", "device", "window"}) {
-    for (const std::string& before : {std::string(), std::string("engine: ")}) {
+  for (const std::string_view option : {"threads", "device", "window", "host", "port"}) {
+    for (const std::string& before : {std::string(), std::string("engine: "), std::string("server: ")}) {
       const std::string start = fmt::format("{}{} is ", before, option);
       if (text.starts_with(start)) text.insert(before.size(), "--");
     }
@@ -49,9 +50,23 @@ std::string in_flags(std::string_view message) {
   return text;
 }
 
+namespace {
+
+/// "--window is 1, ...", "request: --prompt-ids[1] is 9, ..."; not "--compare: FILE: ...", which is about a file.
+bool is_about_a_value(std::string_view message) {
+  const size_t place = message.find(": ");
+  if (place < message.find(' ')) message.remove_prefix(place + 2);
+  if (!message.starts_with("--")) return false;
+  message.remove_prefix(std::min(message.find(' '), message.size()));
+  return message.starts_with(" is ") || message.starts_with(" has ") || message.starts_with(" names ");
+}
+
+}  // namespace
+
 int fail(const Status& status) {
-  std::fprintf(stderr, "vivace: %s\n", visible(in_flags(status.message())).c_str());
-  return kFailure;
+  const std::string message = in_flags(status.message());
+  std::fprintf(stderr, "vivace: %s\n", visible(message).c_str());
+  return status.code() == Code::invalid_argument && is_about_a_value(message) ? kMistake : kFailure;
 }
 
 void note(const std::string& text) {

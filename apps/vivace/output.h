@@ -11,6 +11,7 @@
 namespace vivace::cli {
 
 constexpr int kFailure = 1;
+constexpr int kMistake = 2;  ///< in the command line
 
 /// Writes to standard output and flushes, so that a reader at the other end of a pipe sees it now.
 void write_out(std::string_view text);
@@ -19,7 +20,8 @@ void print_json(const nlohmann::ordered_json& json);
 std::string json_text(const nlohmann::ordered_json& json);
 /// A message of the engine with its options as the flags that the user types: max_batch as --max-batch.
 std::string in_flags(std::string_view message);
-/// "vivace: <message>", in_flags() and visible(), on standard error; returns the exit code.
+/// "vivace: <message>", in_flags() and visible(), on standard error; returns the exit code: kMistake where the value of a flag is wrong,
+/// also where only the model or the machine told.
 int fail(const Status& status);
 /// A line on standard error.
 void note(const std::string& text);

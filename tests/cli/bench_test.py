@@ -88,7 +88,7 @@ class BenchServe(Case):
     def test_a_run_that_does_not_end_leaves_no_files(self):
         with tempfile.TemporaryDirectory() as folder:
             outputs = ["--report", f"{folder}/r.html", "--json", f"{folder}/r.json"]
-            self.fails(1, "--max-model-len is 5000", "bench", "serve", "--model", HY3, "--max-model-len", 5000, *outputs)
+            self.fails(2, "--max-model-len is 5000", "bench", "serve", "--model", HY3, "--max-model-len", 5000, *outputs)
             self.assertEqual(os.listdir(folder), [])
             command = [BINARY, "bench", "serve", "--model", str(HY3), "--requests", "100000", *outputs]
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
@@ -126,7 +126,7 @@ class BenchServe(Case):
         return self.ok("bench", command, "--model", QWEN, "--prefer", "linear=cpu", *args, "--json", "-").json["rows"]
 
     def test_failures_are_counted(self):
-        self.fails(1, "--max-model-len is 100, needs at least 192: ", "bench", "serve", "--model", HY3, "--workload",
+        self.fails(2, "--max-model-len is 100, needs at least 192: ", "bench", "serve", "--model", HY3, "--workload",
                    "uniform", "--max-model-len", 100)
         self.assertEqual(self.fails(1, "/nowhere", "bench", "serve", "--model", "/nowhere").out, b"")
 
@@ -158,7 +158,7 @@ class BenchStep(Case):
     def test_refuses(self):
         self.fails(2, "--batch is 'x', needs an integer", "bench", "step", "--model", HY3, "--batch", "1,x")
         self.fails(2, "--steps is '4', needs an integer from 5", "bench", "step", "--model", HY3, "--steps", 4)
-        self.fails(1, "--context is 9999999, needs at most 4096", "bench", "step", "--model", HY3, "--context", 9999999)
+        self.fails(2, "--context is 9999999, needs at most 4096", "bench", "step", "--model", HY3, "--context", 9999999)
 
     def test_pages_that_do_not_fit_into_memory(self):
         pages = 4096 * 4096 // 16

@@ -258,7 +258,7 @@ class Usage(Case):
         self.fails(2, "--against '--seed 3': ", *bench, "--model", HY3, "--against", "--seed 3")
         self.fails(2, "needs --url or --model in it", *bench, *url, "--against", "--exact")
         self.fails(2, "--read-timeout is '0', needs a number above 0", *bench, *url, "--read-timeout", 0)
-        self.fails(1, "--api-key-env is 'NO_SUCH_VARIABLE'", *bench, *url, "--api-key-env", "NO_SUCH_VARIABLE")
+        self.fails(2, "--api-key-env is 'NO_SUCH_VARIABLE'", *bench, *url, "--api-key-env", "NO_SUCH_VARIABLE")
         self.fails(1, "--api-key-file: /nowhere: cannot be read", *bench, *url, "--api-key-file", "/nowhere")
 
 

@@ -28,9 +28,9 @@ class Score(Case):
         self.fails(1, "/nowhere/text.txt", *base, "--text-file", "/nowhere/text.txt")
         with tempfile.NamedTemporaryFile("wb") as empty:
             self.fails(1, empty.name, *base, "--text-file", empty.name)
-        self.fails(1, "--window is 99999, needs 2 to", "score", "--model", QWEN, "--text-file", QWEN / "sample.txt", "--window", 99999)
+        self.fails(2, "--window is 99999, needs 2 to", "score", "--model", QWEN, "--text-file", QWEN / "sample.txt", "--window", 99999)
         self.fails(1, "no tokenizer", "score", "--model", HY3, "--text-file", QWEN / "sample.txt", "--window", 128)
-        self.fails(1, "77777", *base, "--text-file", QWEN / "sample.txt", "--separator-id", 77777)
+        self.fails(2, "77777", *base, "--text-file", QWEN / "sample.txt", "--separator-id", 77777)
 
 
 if __name__ == "__main__":
