@@ -6,7 +6,8 @@
  *            tensor is all zeros, and a number has no default but 0 or what its comment says 0 means. Structs of arguments grow at their end alone: a caller
  *            that was compiled with a shorter one is understood (what it lacks is 0), one with a longer one too as long as
  *            what is unknown here is 0. vivace_tensor, vivace_stream and the structs inside structs keep their layout.
- * Memory     belongs to the caller, always; operators allocate none on a device. Text that a function gives (an error, JSON) is
+ * Memory     belongs to the caller, always; operators allocate none on a device. An output that shares memory with another argument,
+ *            where the contract does not allow it, is refused as far as that is seen at once. Text that a function gives (an error, JSON) is
  *            the library's and lasts until the calling thread's next call that gives text of the same kind.
  * Threads    Any thread may call anything. Calls with a context on the CPU take turns on its threads.
  * Contracts  What an operator computes, writes and refuses, and how it rounds, is stated once, in the C++ header of the same
@@ -17,6 +18,7 @@
  *                                          {"row": "cpu.f32", "refused": [{"row": "sm90.warps", "reason": "..."}]};
  *                                          "row" is null when none fits
  *              vivace_OP_workspace_bytes   where it takes a workspace: the scratch of such a call, workspace itself not looked at
+ *            The last three are queries: memory may be null, and a call whose arguments disagree is refused in the call's words.
  */
 #ifndef VIVACE_C_API_H
 #define VIVACE_C_API_H
@@ -87,6 +89,7 @@ typedef struct vivace_context_options {
   size_t struct_bytes;
   int64_t threads;    /* 0: the cores that this process may use */
   const char* prefer; /* "OP=ROW[,OP=ROW...]", ROW a name or a prefix up to a dot: only such rows are tried; null: the table's order */
+  const vivace_context* threads_of; /* this context's threads rather than its own, and then no `threads`; it may be destroyed before */
 } vivace_context_options;
 
 /* Starts the threads. `options` may be null. A child that was forked from this process must make one of its own. */
@@ -96,7 +99,7 @@ void vivace_context_destroy(vivace_context* context);
 /* [{"op": "linear", "row": "cpu.f32", "calls": 12}, ...]: the rows that ran at least once. */
 vivace_code vivace_context_counts(const vivace_context* context, const char** json);
 
-/* Where a call runs. A null vivace_stream is the CPU, on the calling thread alone. */
+/* Where a call runs. A null vivace_stream is the CPU, on the calling thread alone; in a query, wherever the first tensor lies. */
 typedef struct vivace_stream {
   int32_t device;
   int32_t ordinal;            /* which CUDA device */

@@ -18,6 +18,11 @@ struct Stream {
   void* handle = nullptr;              ///< cudaStream_t
   cpu::ThreadPool* threads = nullptr;  ///< CPU workers; null: the calling thread alone
   Dispatch* dispatch = nullptr;        ///< preferences and counters; null: none
+  /// A question: arguments are checked but for what their memory and the workspace hold, pointers may be null, and nothing runs.
+  bool check_only = false;
+
+  /// Whether a call may look at what its arguments hold before it runs.
+  bool readable() const { return device == Device::cpu && !check_only; }
 };
 
 }  // namespace vivace

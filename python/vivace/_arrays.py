@@ -297,5 +297,13 @@ def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
     return framework_of(like).empty(like, shape, dtype)
 
 
+def zeros(like: Any, shape: Sequence[int], dtype: str) -> Any:
+    """For an output of which a call may leave rows alone."""
+    made = empty(like, shape, dtype)
+    if not isinstance(made, Shape):
+        (made.array if isinstance(made, Typed) else made)[...] = 0
+    return made
+
+
 def dtype_of(array: Any) -> str:
     return framework_of(array).dtype(array)

@@ -51,23 +51,28 @@ def text_of(function: Any, *args: Any) -> Any:
 # --- the process's context: threads, preferences, counts ---------------------------------------------------------------------
 
 class _ContextOptions(ctypes.Structure):
-    _fields_ = [("struct_bytes", ctypes.c_size_t), ("threads", ctypes.c_int64), ("prefer", ctypes.c_char_p)]
+    _fields_ = [("struct_bytes", ctypes.c_size_t), ("threads", ctypes.c_int64), ("prefer", ctypes.c_char_p), ("threads_of", ctypes.c_void_p)]
 
 
 def _make_context(threads: int, prefer: str) -> int:
-    options = _ContextOptions(ctypes.sizeof(_ContextOptions), threads, prefer.encode() if prefer else None)
+    running = _running.get(threads)
+    options = _ContextOptions(ctypes.sizeof(_ContextOptions), 0 if running else threads, prefer.encode() if prefer else None, running)
     context = ctypes.c_void_p()
     check(LIBRARY.vivace_context_create(ctypes.byref(options), ctypes.byref(context)))
-    return context.value or 0
+    made = context.value or 0
+    _running.setdefault(threads, made)
+    return made
 
 
+_running: dict[int, int] = {}  # a context for each number of threads, which later ones of that number share
 _lock = threading.Lock()
 _options = {"threads": 0, "prefer": ""}
 _context: int | None = None
 
 
 def context() -> int:
-    """The context of this process, made when first needed. Contexts that were replaced live on: calls may be using them."""
+    """The context of this process, made when first needed. Contexts that were replaced live on, since calls may be using them, and so
+    do their threads, once for each number that was asked for."""
     global _context
     if _context is None:
         with _lock:
@@ -96,8 +101,8 @@ def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
 
 
 def _after_fork() -> None:
-    global _context, _lock, _streams
-    _context, _lock, _streams = None, threading.Lock(), {}  # the parent's threads are not here
+    global _context, _lock, _running, _streams
+    _context, _lock, _running, _streams = None, threading.Lock(), {}, {}  # the parent's threads are not here
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -187,9 +192,22 @@ class Entry:
         try:
             for first, end, pack in self._numbers:
                 parts[first + 1] = pack(*values[first:end])
-        except struct.error as error:
-            raise ValueError(f"{self.operator.name}: {', '.join(a.name for a in self.operator.arguments[first:end])}: {error}") from None
+        except (struct.error, OverflowError):
+            raise self._unfit(values) from None
         return parts
+
+    def _unfit(self, values: tuple) -> Exception:
+        """What is wrong with the first number that does not fit its place."""
+        for argument, value in zip(self.operator.arguments, values):
+            if argument.kind == "tensor":
+                continue
+            needs = "a number" if argument.kind == "float" else "a whole number of 64 bits"
+            try:
+                struct.pack("=d" if argument.kind == "float" else "=q", value)
+            except (struct.error, OverflowError):
+                wrong = ValueError if isinstance(value, int) else TypeError
+                return wrong(f"{self.operator.name}: {argument.name} is {value!r}, needs {needs}")
+        return RuntimeError(f"{self.operator.name}: numbers that fit were refused")
 
     def _call(self, values: tuple) -> tuple[list[bytes], bytes]:
         framework = _arrays.framework_of(values[0])
@@ -217,7 +235,11 @@ class Entry:
             numbers = list(values)
             for i in tensors:
                 numbers[i] = id(values[i])
-            code = _call_objects(pointer, pack(header, *numbers), stream_of(values[0]))
+            try:
+                packed = pack(header, *numbers)
+            except (struct.error, OverflowError):
+                raise self._unfit(values) from None
+            code = _call_objects(pointer, packed, stream_of(values[0]))
             if code:
                 check(code)
 

@@ -18,7 +18,7 @@ import sys
 from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
 
 from . import _arrays, _library
-from ._arrays import dtype_of, empty
+from ._arrays import dtype_of, empty, zeros
 from ._library import Choice, Cost
 
 Array = Any  # NumPy's, torch's, vivace.Typed, or anything with __dlpack__
@@ -201,7 +201,7 @@ def attention_prologue(qkv: Array, slots: Array, k: Array, v: Array, *, q_norm_w
 def _attention_output(q: Array, out: Array | None) -> Array:
     if out is not None:
         return out
-    return empty(q, q.shape, "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
+    return zeros(q, q.shape, "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
 
 
 @_operator
@@ -211,7 +211,8 @@ def attention_prefill(q: Array, k: Array, v: Array, page_table: Array, kv_length
                       max_query_tokens: int = 0, split_tokens: int = 0, out: Array | None = None, lse: Array | None = None) -> Array:
     """Causal attention of prompts or chunks of prompts over the paged cache, which already holds their keys and values.
 
-    q            [tokens, heads_q, head_dim]; request b owns the rows query_start[b] .. query_start[b + 1], its last tokens
+    q            [tokens, heads_q, head_dim]; request b owns the rows query_start[b] .. query_start[b + 1], its last tokens; rows of no
+                 request are not written, and zero where out is not given
     k, v         [pages, page_tokens, heads_kv, head_dim]
     page_table   i32 [requests, max_pages]        kv_lengths  i32 [requests]        query_start  i32 [requests + 1]
     q_scale, k_scale, v_scale                     with fp8, as vivace.attention_prologue writes and takes them
@@ -436,7 +437,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
 def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array, *, x_scale: Array | None = None,
                  weight_scale: Array | None = None, batch_invariant: bool = False, out: Array | None = None,
                  out_dtype: str | None = None) -> Array:
-    """out[r] = x[r] . weight[g]^T for each row r of each group g; rows of no group are not written.
+    """out[r] = x[r] . weight[g]^T for each row r of each group g; rows of no group are not written, and zero where out is not given.
 
     x            [rows, k]              weight      [groups, n, k]        out  [rows, n], f32 or bf16
     group_start  i32 [groups]           group_rows  i32 [groups]
@@ -445,7 +446,7 @@ def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array,
     batch_invariant  a row's bits must not depend on how many rows there are
     """
     if out is None:
-        out = empty(x, (x.shape[0], weight.shape[1]), _product_dtype(x, out_dtype))
+        out = zeros(x, (x.shape[0], weight.shape[1]), _product_dtype(x, out_dtype))
     return (x, weight, group_start, group_rows, x_scale, weight_scale, out, int(batch_invariant)), out
 
 

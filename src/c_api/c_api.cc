@@ -15,9 +15,13 @@
 #include "src/device/runtime.h"
 
 struct vivace_context {
+  struct Threads {
+    explicit Threads(int count) : pool(count) {}
+    vivace::cpu::ThreadPool pool;
+    std::mutex turn;  ///< of calls on the threads
+  };
   vivace::Dispatch dispatch;
-  std::unique_ptr<vivace::cpu::ThreadPool> threads;
-  std::mutex turn;  ///< of calls on the threads
+  std::shared_ptr<Threads> threads;
 };
 
 namespace vivace::c_api {
@@ -55,7 +59,7 @@ Result<Stream> stream_of(std::string_view place, const vivace_stream* from, bool
   Stream stream;
   stream.device = static_cast<Device>(from->device);
   if (from->context != nullptr) {
-    stream.threads = from->context->threads.get();
+    stream.threads = &from->context->threads->pool;
     stream.dispatch = &from->context->dispatch;
   }
   if (stream.device == Device::cpu) return stream;
@@ -79,13 +83,15 @@ vivace_code with(std::string_view place, const Args* given, const vivace_stream*
     Args copy;
     const Args* args = nullptr;
     VIVACE_TRY(current_args(place, given, copy, args));
-    VIVACE_TRY_ASSIGN(const Stream stream, stream_of(place, from, query));
+    VIVACE_TRY_ASSIGN(Stream stream, stream_of(place, from, query));
     Reader reader(place, from != nullptr && stream.device == Device::cuda && !query ? from->ordinal : -1);
     const auto ours = read(reader, *args);
     VIVACE_TRY(reader.status());
+    if (!query) VIVACE_TRY(reader.apart());
+    if (query && from == nullptr) stream.device = reader.device();
     std::unique_lock<std::mutex> turn;
     if (stream.threads != nullptr && stream.device == Device::cpu && !query) {
-      turn = std::unique_lock(from->context->turn);
+      turn = std::unique_lock(from->context->threads->turn);
     }
     return body(ours, stream);
   });
@@ -98,10 +104,20 @@ vivace_code run(std::string_view place, const Args* args, const vivace_stream* s
               [&](const auto& ours, const Stream& on) -> Status { return operation(ours, on); });
 }
 
-template <class Args, class CostOf>
-vivace_code cost(std::string_view place, const Args* args, vivace_cost* out, CostOf cost_of) noexcept {
-  return with(place, args, nullptr, true, [&](const auto& ours, const Stream&) -> Status {
+/// What the call would be refused for, whichever rows there are: a question about it is refused in the same words.
+template <class Args, class Run>
+Status check_call(const Args& args, Stream stream, Run operation) {
+  stream.check_only = true;
+  Status status = operation(args, stream);
+  return status.code() == Code::unsupported ? Status() : status;
+}
+
+template <class Args, class CostOf, class Run>
+vivace_code cost(std::string_view place, const Args* args, vivace_cost* out, CostOf cost_of,
+                 Run operation) noexcept {
+  return with(place, args, nullptr, true, [&](const auto& ours, const Stream& on) -> Status {
     VIVACE_TRY(check_out(place, "cost", out));
+    VIVACE_TRY(check_call(ours, on, operation));
     const Cost found = cost_of(ours);
     *out = {found.bytes, found.flops};
     return {};
@@ -139,20 +155,22 @@ std::string to_json(const Choice& choice) {
   return out + "]}";
 }
 
-template <class Args, class Explain>
+template <class Args, class Explain, class Run>
 vivace_code explain(std::string_view place, const Args* args, const vivace_stream* stream, const char** json,
-                    Explain explain_call) noexcept {
+                    Explain explain_call, Run operation) noexcept {
   return with(place, args, stream, true, [&](const auto& ours, const Stream& on) -> Status {
     VIVACE_TRY(check_out(place, "json", json));
+    VIVACE_TRY(check_call(ours, on, operation));
     return give_text(to_json(explain_call(ours, on)), json);
   });
 }
 
-template <class Args, class Bytes>
+template <class Args, class Bytes, class Run>
 vivace_code workspace_bytes(std::string_view place, const Args* args, const vivace_stream* stream,
-                            int64_t* out, Bytes bytes_of) noexcept {
+                            int64_t* out, Bytes bytes_of, Run operation) noexcept {
   return with(place, args, stream, true, [&](const auto& ours, const Stream& on) -> Status {
     VIVACE_TRY(check_out(place, "bytes", out));
+    VIVACE_TRY(check_call(ours, on, operation));
     VIVACE_TRY_ASSIGN(*out, bytes_of(ours, on));
     return {};
   });
@@ -240,10 +258,15 @@ vivace_code vivace_context_create(const vivace_context_options* options, vivace_
     c_api::Reader reader(kPlace, -1);
     int64_t threads = reader.number("threads", wanted->threads, 0, kMostThreads);
     VIVACE_TRY(reader.status());
+    if (threads != 0 && wanted->threads_of != nullptr) {
+      return vivace::invalid_argument("{}: threads is {} with threads_of, needs 0", kPlace, threads);
+    }
     if (threads == 0) threads = vivace::cpu::usable_cores();
     auto made = std::make_unique<vivace_context>();
     if (wanted->prefer != nullptr) VIVACE_TRY(made->dispatch.prefer(wanted->prefer));
-    made->threads = std::make_unique<vivace::cpu::ThreadPool>(static_cast<int>(threads));
+    made->threads = wanted->threads_of != nullptr
+                        ? wanted->threads_of->threads
+                        : std::make_shared<vivace_context::Threads>(static_cast<int>(threads));
     *context = made.release();
     return {};
   });
@@ -290,16 +313,16 @@ vivace_code vivace_build(const char** json) {
     return c_api::run(#op, args, stream, vivace::op);                                            \
   }                                                                                              \
   vivace_code vivace_##op##_cost(const vivace_##op##_args* args, vivace_cost* cost) {            \
-    return c_api::cost(#op, args, cost, vivace::op##_cost);                                      \
+    return c_api::cost(#op, args, cost, vivace::op##_cost, vivace::op);                          \
   }                                                                                              \
   vivace_code vivace_##op##_explain(const vivace_##op##_args* args, const vivace_stream* stream, \
                                     const char** json) {                                         \
-    return c_api::explain(#op, args, stream, json, vivace::op##_explain);                        \
+    return c_api::explain(#op, args, stream, json, vivace::op##_explain, vivace::op);            \
   }
 #define VIVACE_C_WORKSPACE(op)                                                                           \
   vivace_code vivace_##op##_workspace_bytes(const vivace_##op##_args* args, const vivace_stream* stream, \
                                             int64_t* bytes) {                                            \
-    return c_api::workspace_bytes(#op, args, stream, bytes, vivace::op##_workspace_bytes);               \
+    return c_api::workspace_bytes(#op, args, stream, bytes, vivace::op##_workspace_bytes, vivace::op);   \
   }
 
 VIVACE_C_OPERATOR(rms_norm)

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "src/core/error.h"
+#include "src/core/overlap.h"
 
 namespace vivace::c_api {
 
@@ -62,12 +63,12 @@ AttentionArgs read_attention(Reader& reader, const vivace_attention& from) {
           .page_table = reader.tensor("page_table", from.page_table),
           .kv_lengths = reader.tensor("kv_lengths", from.kv_lengths),
           .query_start = reader.tensor("query_start", from.query_start),
-          .output = reader.tensor("output", from.output),
+          .output = reader.output("output", from.output),
           .q_scale = reader.tensor("q_scale", from.q_scale),
           .k_scale = reader.tensor("k_scale", from.k_scale),
           .v_scale = reader.tensor("v_scale", from.v_scale),
           .sinks = reader.tensor("sinks", from.sinks),
-          .lse = reader.tensor("lse", from.lse),
+          .lse = reader.output("lse", from.lse),
           .softmax_scale = from.softmax_scale,
           .window = from.window,
           .soft_cap = from.soft_cap};
@@ -85,9 +86,67 @@ DecodeScheduleParams read_params(const vivace_decode_schedule_params& from) {
           .piece_tiles = from.piece_tiles};
 }
 
+/// A tensor that was found good.
+Tensor tensor_of(const vivace_tensor& from) {
+  Tensor tensor;
+  tensor.data = from.data;
+  tensor.dtype = static_cast<DType>(from.dtype);
+  tensor.device = static_cast<Device>(from.device);
+  tensor.rank = from.rank;
+  std::copy_n(from.shape, from.rank, tensor.shape.begin());
+  std::copy_n(from.stride, from.rank, tensor.stride.begin());
+  mend_strides(tensor);
+  return tensor;
+}
+
+/// Whether both are the same elements.
+bool same_view(const Tensor& a, const Tensor& b) {
+  return a.data == b.data && a.dtype == b.dtype && a.shape == b.shape && a.stride == b.stride;
+}
+
 }  // namespace
 
 Tensor Reader::tensor(std::string_view name, const vivace_tensor& from) {
+  const Tensor tensor = read(name, from);
+  remember({.name = name, .from = &from, .written = false}, tensor);
+  return tensor;
+}
+
+Tensor Reader::output(std::string_view name, const vivace_tensor& from, std::string_view itself,
+                      std::string_view or_itself) {
+  const Tensor tensor = read(name, from);
+  remember({.name = name, .itself = itself, .or_itself = or_itself, .from = &from, .written = true}, tensor);
+  return tensor;
+}
+
+void Reader::remember(const Seen& seen, const Tensor& tensor) {
+  if (!tensor.present() || count_ == seen_.size()) return;
+  int64_t last = 0;
+  for (int i = 0; i < tensor.rank; ++i) last += (tensor.shape[i] - 1) * tensor.stride[i];
+  const DTypeInfo type = info_of(tensor.dtype);
+  Seen& kept = seen_[count_++] = seen;
+  kept.begin = reinterpret_cast<uintptr_t>(tensor.data);
+  kept.end = kept.begin + static_cast<uintptr_t>((last / type.block_elements + 1) * type.block_bytes);
+}
+
+Status Reader::apart() const {
+  for (size_t i = 0; i < count_; ++i) {
+    const Seen& out = seen_[i];
+    if (!out.written) continue;
+    for (size_t j = 0; j < count_; ++j) {
+      const Seen& other = seen_[j];
+      if (i == j || (other.written && j < i) || out.begin >= other.end || other.begin >= out.end) continue;
+      const Tensor a = tensor_of(*out.from), b = tensor_of(*other.from);
+      if (!overlap(a, b)) continue;
+      if ((other.name == out.itself || other.name == out.or_itself) && same_view(a, b)) continue;
+      return invalid_argument("{}: {} overlaps {} in memory, needs memory of its own", place_, out.name,
+                              other.name);
+    }
+  }
+  return {};
+}
+
+Tensor Reader::read(std::string_view name, const vivace_tensor& from) {
   if (from.dtype == 0 || !status_.ok()) return {};
   const auto dtype = static_cast<DType>(from.dtype);
   if (from.dtype < 0 || from.dtype > std::numeric_limits<uint8_t>::max() || info_of(dtype).block_bytes == 0) {
@@ -110,16 +169,7 @@ Tensor Reader::tensor(std::string_view name, const vivace_tensor& from) {
   if (status_.ok() && !measurable(from)) {
     fail(invalid_argument("{}: {} has more bytes than 62 bits can count", place_, name));
   }
-  if (!status_.ok()) return {};
-  Tensor tensor;
-  tensor.data = from.data;
-  tensor.dtype = dtype;
-  tensor.device = static_cast<Device>(from.device);
-  tensor.rank = from.rank;
-  std::copy_n(from.shape, from.rank, tensor.shape.begin());
-  std::copy_n(from.stride, from.rank, tensor.stride.begin());
-  mend_strides(tensor);
-  return tensor;
+  return status_.ok() ? tensor_of(from) : Tensor();
 }
 
 int64_t Reader::number(std::string_view name, int64_t value, int64_t low, int64_t high) {
@@ -130,7 +180,7 @@ int64_t Reader::number(std::string_view name, int64_t value, int64_t low, int64_
 
 ExpertWeights Reader::expert(std::string_view name, const vivace_expert_weights& from) {
   const auto part = [&](std::string_view which, const vivace_tensor& t) {
-    return t.dtype == 0 ? Tensor() : tensor(fmt::format("{}.{}", name, which), t);
+    return t.dtype == 0 ? Tensor() : read(fmt::format("{}.{}", name, which), t);
   };
   return {.gate = part("gate", from.gate),
           .up = part("up", from.up),
@@ -155,10 +205,10 @@ std::span<const ExpertWeights> Reader::experts(const vivace_expert_weights* from
 
 RmsNormArgs read(Reader& reader, const vivace_rms_norm_args& from) {
   return {.x = reader.tensor("x", from.x),
-          .residual = reader.tensor("residual", from.residual),
+          .residual = reader.output("residual", from.residual),
           .weight = reader.tensor("weight", from.weight),
-          .y = reader.tensor("y", from.y),
-          .y_scale = reader.tensor("y_scale", from.y_scale),
+          .y = reader.output("y", from.y, "x"),
+          .y_scale = reader.output("y_scale", from.y_scale),
           .y_scaling = reader.one_of("y_scaling", from.y_scaling, Fp8Scaling::block),
           .eps = from.eps};
 }
@@ -171,13 +221,13 @@ LinearArgs read(Reader& reader, const vivace_linear_args& from) {
       .part_count = static_cast<int>(reader.number("part_count", from.part_count, 1, LinearArgs::kMaxParts)),
       .exact = from.exact != 0,
       .batch_invariant = from.batch_invariant != 0,
-      .workspace = reader.tensor("workspace", from.workspace)};
+      .workspace = reader.output("workspace", from.workspace)};
   for (int p = 0; p < args.part_count; ++p) {
     const vivace_linear_part& part = from.parts[p];
     args.parts[static_cast<size_t>(p)] = {.weight = reader.tensor("weight", part.weight),
                                           .weight_scale = reader.tensor("weight_scale", part.weight_scale),
                                           .bias = reader.tensor("bias", part.bias),
-                                          .y = reader.tensor("y", part.y)};
+                                          .y = reader.output("y", part.y)};
   }
   return args;
 }
@@ -185,7 +235,7 @@ LinearArgs read(Reader& reader, const vivace_linear_args& from) {
 EmbeddingArgs read(Reader& reader, const vivace_embedding_args& from) {
   return {.ids = reader.tensor("ids", from.ids),
           .table = reader.tensor("table", from.table),
-          .y = reader.tensor("y", from.y)};
+          .y = reader.output("y", from.y)};
 }
 
 AttentionPrologueArgs read(Reader& reader, const vivace_attention_prologue_args& from) {
@@ -195,10 +245,10 @@ AttentionPrologueArgs read(Reader& reader, const vivace_attention_prologue_args&
           .cos_sin = reader.tensor("cos_sin", from.cos_sin),
           .positions = reader.tensor("positions", from.positions),
           .slots = reader.tensor("slots", from.slots),
-          .q = reader.tensor("q", from.q),
-          .k = reader.tensor("k", from.k),
-          .v = reader.tensor("v", from.v),
-          .q_scale = reader.tensor("q_scale", from.q_scale),
+          .q = reader.output("q", from.q),
+          .k = reader.output("k", from.k),
+          .v = reader.output("v", from.v),
+          .q_scale = reader.output("q_scale", from.q_scale),
           .k_scale = reader.tensor("k_scale", from.k_scale),
           .v_scale = reader.tensor("v_scale", from.v_scale),
           .qk_norm = reader.one_of("qk_norm", from.qk_norm, QkNorm::rope_then_norm),
@@ -216,16 +266,16 @@ AttentionDecodeArgs read(Reader& reader, const vivace_attention_decode_args& fro
   return {.attention = read_attention(reader, from.attention),
           .max_query_tokens = from.max_query_tokens,
           .params = read_params(from.params),
-          .schedule = reader.tensor("schedule", from.schedule),
+          .schedule = reader.output("schedule", from.schedule),
           .old_keys_ready = from.old_keys_ready != 0,
-          .workspace = reader.tensor("workspace", from.workspace)};
+          .workspace = reader.output("workspace", from.workspace)};
 }
 
 DecodeScheduleArgs read(Reader& reader, const vivace_decode_schedule_args& from) {
   return {.kv_lengths = reader.tensor("kv_lengths", from.kv_lengths),
           .query_start = reader.tensor("query_start", from.query_start),
           .params = read_params(from.params),
-          .schedule = reader.tensor("schedule", from.schedule)};
+          .schedule = reader.output("schedule", from.schedule)};
 }
 
 RouterWeightSource read(Reader& reader, const vivace_router_weight_source& from) {
@@ -239,7 +289,7 @@ RouterGemmArgs read(Reader& reader, const vivace_router_gemm_args& from) {
   RouterGemmArgs args{.x = reader.tensor("x", from.x),
                       .weight_version = from.current_version,
                       .bias = reader.tensor("bias", from.bias),
-                      .scores = reader.tensor("scores", from.scores),
+                      .scores = reader.output("scores", from.scores),
                       .batch_invariant = from.batch_invariant != 0,
                       .weight_ready = from.weight_ready != 0};
   args.weight.scaled = from.weight.scaled != 0;
@@ -256,9 +306,9 @@ RouterGemmArgs read(Reader& reader, const vivace_router_gemm_args& from) {
 RouteTopKArgs read(Reader& reader, const vivace_route_top_k_args& from) {
   return {.scores = reader.tensor("scores", from.scores),
           .correction_bias = reader.tensor("correction_bias", from.correction_bias),
-          .expert_ids = reader.tensor("expert_ids", from.expert_ids),
-          .expert_weights = reader.tensor("expert_weights", from.expert_weights),
-          .zero_weight = reader.tensor("zero_weight", from.zero_weight),
+          .expert_ids = reader.output("expert_ids", from.expert_ids),
+          .expert_weights = reader.output("expert_weights", from.expert_weights),
+          .zero_weight = reader.output("zero_weight", from.zero_weight),
           .live_tokens = reader.tensor("live_tokens", from.live_tokens),
           .scoring = reader.one_of("scoring", from.scoring, RouteScoring::sigmoid),
           .renormalise = from.renormalise != 0,
@@ -282,8 +332,8 @@ FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
           .expert_ids = reader.tensor("expert_ids", from.expert_ids),
           .expert_weights = reader.tensor("expert_weights", from.expert_weights),
           .batch_invariant = from.batch_invariant != 0,
-          .y = reader.tensor("y", from.y),
-          .workspace = reader.tensor("workspace", from.workspace)};
+          .y = reader.output("y", from.y),
+          .workspace = reader.output("workspace", from.workspace)};
 }
 
 GroupedGemmArgs read(Reader& reader, const vivace_grouped_gemm_args& from) {
@@ -294,21 +344,21 @@ GroupedGemmArgs read(Reader& reader, const vivace_grouped_gemm_args& from) {
           .x_scale = reader.tensor("x_scale", from.x_scale),
           .weight_scale = reader.tensor("weight_scale", from.weight_scale),
           .batch_invariant = from.batch_invariant != 0,
-          .y = reader.tensor("y", from.y)};
+          .y = reader.output("y", from.y)};
 }
 
 SiluMulArgs read(Reader& reader, const vivace_silu_mul_args& from) {
   return {.gate = reader.tensor("gate", from.gate),
           .up = reader.tensor("up", from.up),
-          .y = reader.tensor("y", from.y),
-          .y_scale = reader.tensor("y_scale", from.y_scale),
+          .y = reader.output("y", from.y, "gate", "up"),
+          .y_scale = reader.output("y_scale", from.y_scale),
           .y_scaling = reader.one_of("y_scaling", from.y_scaling, Fp8Scaling::block)};
 }
 
 QuantizeFp8Args read(Reader& reader, const vivace_quantize_fp8_args& from) {
   return {.x = reader.tensor("x", from.x),
-          .y = reader.tensor("y", from.y),
-          .scale = reader.tensor("scale", from.scale),
+          .y = reader.output("y", from.y),
+          .scale = reader.output("scale", from.scale),
           .scaling = reader.one_of("scaling", from.scaling, Fp8Scaling::block)};
 }
 
@@ -331,12 +381,12 @@ SamplerArgs read(Reader& reader, const vivace_sampler_args& from) {
           .bias_ids = reader.tensor("bias_ids", from.bias_ids),
           .bias_values = reader.tensor("bias_values", from.bias_values),
           .allowed_bits = reader.tensor("allowed_bits", from.allowed_bits),
-          .ids = reader.tensor("ids", from.ids),
-          .valid = reader.tensor("valid", from.valid),
-          .logprobs = reader.tensor("logprobs", from.logprobs),
-          .top_ids = reader.tensor("top_ids", from.top_ids),
-          .top_logprobs = reader.tensor("top_logprobs", from.top_logprobs),
-          .workspace = reader.tensor("workspace", from.workspace)};
+          .ids = reader.output("ids", from.ids),
+          .valid = reader.output("valid", from.valid),
+          .logprobs = reader.output("logprobs", from.logprobs),
+          .top_ids = reader.output("top_ids", from.top_ids),
+          .top_logprobs = reader.output("top_logprobs", from.top_logprobs),
+          .workspace = reader.output("workspace", from.workspace)};
 }
 
 vivace_tensor written(const Tensor& tensor, int ordinal) {

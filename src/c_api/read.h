@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <cstring>
 #include <string_view>
 #include <vector>
@@ -33,6 +35,9 @@ class Reader {
   Reader(std::string_view place, int ordinal) : place_(place), ordinal_(ordinal) {}
 
   Tensor tensor(std::string_view name, const vivace_tensor& from);
+  /// One that the call writes; it may be `itself` or `or_itself`, element for element.
+  Tensor output(std::string_view name, const vivace_tensor& from, std::string_view itself = {},
+                std::string_view or_itself = {});
   /// An enumerator from 0 to `last`.
   template <class Enum>
   Enum one_of(std::string_view name, int64_t value, Enum last) {
@@ -45,8 +50,23 @@ class Reader {
   std::span<const ExpertWeights> experts(const vivace_expert_weights* from, int64_t count);
 
   const Status& status() const { return status_; }
+  /// Where the first tensor lies.
+  Device device() const { return count_ > 0 ? static_cast<Device>(seen_[0].from->device) : Device::cpu; }
+  /// invalid_argument where an output shares memory with another argument, as far as overlap() knows. Experts given one by one are not
+  /// looked at.
+  Status apart() const;
 
  private:
+  /// A tensor that was read, and the bytes between its first and its last.
+  struct Seen {
+    std::string_view name, itself, or_itself;
+    const vivace_tensor* from;
+    uintptr_t begin, end;
+    bool written;
+  };
+
+  Tensor read(std::string_view name, const vivace_tensor& from);
+  void remember(const Seen& seen, const Tensor& tensor);
   void fail(Status status) {
     if (status_.ok()) status_ = std::move(status);
   }
@@ -55,6 +75,8 @@ class Reader {
   int ordinal_;
   Status status_;
   std::vector<ExpertWeights> experts_;
+  std::array<Seen, 32> seen_;  ///< more than any operator has
+  size_t count_ = 0;
 };
 
 RmsNormArgs read(Reader& reader, const vivace_rms_norm_args& from);

@@ -48,7 +48,7 @@ Checker& Checker::tensor(std::string_view name, const Tensor& tensor,
     agree(name, axis, tensor.shape[axis], dim);
     ++axis;
   }
-  if (ok() && tensor.data == nullptr && tensor.elements() != 0) {
+  if (ok() && pointers_ && tensor.data == nullptr && tensor.elements() != 0) {
     status_ = invalid_argument("{}: {} is a null pointer, needs {} elements", op_, name, tensor.elements());
   }
   return *this;

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "vivace/status.h"
+#include "vivace/stream.h"
 #include "vivace/tensor.h"
 
 namespace vivace {
@@ -17,6 +18,9 @@ namespace vivace {
 class Checker {
  public:
   Checker(std::string_view op, Device device) : op_(op), device_(device) {}
+  /// Of a call on this stream; with check_only pointers may be null.
+  Checker(std::string_view op, const Stream& stream)
+      : op_(op), device_(stream.device), pointers_(!stream.check_only) {}
 
   /// A present tensor of this shape on the call's device. A dimension is a name, or a number in text ("2") for a fixed extent. The
   /// last dimension must be contiguous, strides must not be negative, and a null pointer is legal only
@@ -51,6 +55,7 @@ class Checker {
   };
   std::string_view op_;
   Device device_;
+  bool pointers_ = true;
   Status status_;
   std::array<Dim, 24> dims_;
   int count_ = 0;

@@ -127,6 +127,7 @@ template <class Args>
 Status dispatch(const Operator<Args>& op, const Args& args, const Stream& stream) {
   const Row<Args>* row = choose(op, args, stream);
   if (row == nullptr) return internal::refuse(op, args, stream);
+  if (stream.check_only) return {};
   count_call(op, *row, stream);
   return row->run(args, stream);
 }

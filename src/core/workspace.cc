@@ -6,9 +6,9 @@
 
 namespace vivace {
 
-Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed, Device device) {
-  if (needed <= 0) return {};
-  Checker check(op, device);
+Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed, const Stream& stream) {
+  if (needed <= 0 || stream.check_only) return {};
+  Checker check(op, stream);
   check.tensor("workspace", workspace, {"workspace_bytes"})
       .dtype("workspace", workspace, dtypes_mask(DType::u8));
   VIVACE_TRY(check.status());

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "vivace/status.h"
+#include "vivace/stream.h"
 #include "vivace/tensor.h"
 
 // How a row lays out the scratch that its caller gives: parts start on cache lines, whatever the address of the
@@ -14,8 +15,9 @@ namespace vivace {
 inline constexpr int64_t kCacheLine = 64;
 inline constexpr int64_t kWorkspaceSlack = kCacheLine - 1;
 
-/// invalid_argument unless `workspace` is a u8 tensor of at least `needed` bytes on that device; any tensor will do for 0.
-Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed, Device device);
+/// invalid_argument unless `workspace` is a u8 tensor of at least `needed` bytes on the stream's device; any tensor will do for 0, and
+/// for a question.
+Status check_workspace(std::string_view op, const Tensor& workspace, int64_t needed, const Stream& stream);
 
 /// `bytes` rounded up to whole cache lines.
 inline int64_t whole_lines(int64_t bytes) {

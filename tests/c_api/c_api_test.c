@@ -88,6 +88,38 @@ static void test_strides_that_mean_nothing(void) {
   CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
 }
 
+static void test_outputs_have_memory_of_their_own(void) {
+  float x[8] = {3, 4, 0, 2}, weight[2] = {1, 2}, wide[8] = {0};
+  vivace_rms_norm_args args = rms_norm_of(x, weight, x);
+  CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
+  CHECK(fabsf(x[1] - 8 / sqrtf(12.5f)) < 1e-6f);
+  args = rms_norm_of(x, weight, x + 2);
+  CHECK_FAILS(vivace_rms_norm(&args, NULL), VIVACE_INVALID_ARGUMENT, "y overlaps x in memory");
+  args = rms_norm_of(x, weight, weight);
+  args.x.shape[0] = args.y.shape[0] = 1;
+  CHECK_FAILS(vivace_rms_norm(&args, NULL), VIVACE_INVALID_ARGUMENT, "y overlaps weight in memory");
+  args = rms_norm_of(x, weight, wide);
+  args.residual = args.y;
+  CHECK_FAILS(vivace_rms_norm(&args, NULL), VIVACE_INVALID_ARGUMENT, "residual overlaps y in memory");
+  args.residual = args.x;
+  CHECK_FAILS(vivace_rms_norm(&args, NULL), VIVACE_INVALID_ARGUMENT, "residual overlaps x in memory");
+  args = rms_norm_of(wide, weight, wide + 2); /* columns of one matrix */
+  args.x.stride[0] = args.y.stride[0] = 4;
+  CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
+}
+
+/* A question about a call that is refused is refused in the same words; memory is not looked at. */
+static void test_questions_about_refused_calls(void) {
+  vivace_rms_norm_args args = rms_norm_of(NULL, NULL, NULL);
+  vivace_cost cost;
+  const char* json = NULL;
+  CHECK(vivace_rms_norm_cost(&args, &cost) == VIVACE_OK);
+  CHECK(vivace_rms_norm_explain(&args, NULL, &json) == VIVACE_OK);
+  args.weight.shape[0] = 1;
+  CHECK_FAILS(vivace_rms_norm_cost(&args, &cost), VIVACE_INVALID_ARGUMENT, "weight.shape[0] is 1, needs hidden = 2");
+  CHECK_FAILS(vivace_rms_norm_explain(&args, NULL, &json), VIVACE_INVALID_ARGUMENT, "weight.shape[0] is 1, needs hidden = 2");
+}
+
 static void test_refusals(void) {
   float x[4] = {3, 4, 0, 2}, weight[2] = {1, 2}, y[4] = {0};
   vivace_rms_norm_args args = rms_norm_of(x, weight, y);
@@ -231,7 +263,16 @@ static void test_context(void) {
   CHECK(vivace_rms_norm_explain(&args, &stream, &json) == VIVACE_OK &&
         strstr(json, "\"row\": \"reference\"") != NULL);
   CHECK(vivace_context_counts(NULL, &json) == VIVACE_INVALID_ARGUMENT);
+  vivace_context_options sharing = {.struct_bytes = sizeof(sharing), .threads = 2, .threads_of = context};
+  vivace_context* second = NULL;
+  CHECK_FAILS(vivace_context_create(&sharing, &second), VIVACE_INVALID_ARGUMENT, "threads is 2 with threads_of");
+  sharing.threads = 0;
+  CHECK(vivace_context_create(&sharing, &second) == VIVACE_OK);
   vivace_context_destroy(context);
+  const vivace_stream later = {.context = second};
+  CHECK(vivace_rms_norm(&args, &later) == VIVACE_OK);
+  CHECK(vivace_context_counts(second, &json) == VIVACE_OK && strstr(json, "\"calls\": 1") != NULL);
+  vivace_context_destroy(second);
   vivace_context_destroy(NULL);
   CHECK(vivace_context_create(NULL, &context) == VIVACE_OK);
   vivace_context_destroy(context);
@@ -481,6 +522,8 @@ int main(void) {
   test_versions();
   test_a_call();
   test_strides_that_mean_nothing();
+  test_outputs_have_memory_of_their_own();
+  test_questions_about_refused_calls();
   test_refusals();
   test_other_sizes();
   test_empty_arguments();

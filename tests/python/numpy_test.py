@@ -108,11 +108,51 @@ class Arrays(unittest.TestCase):
         for call in (vivace.rms_norm, vivace.rms_norm.explain, vivace.rms_norm.cost):
             with self.assertRaisesRegex(TypeError, "builtins.list"):
                 call(x=[[1.0]], weight=[1.0])
-        with self.assertRaisesRegex(ValueError, "decode_schedule: params_"):
+        with self.assertRaisesRegex(ValueError, "^decode_schedule: params_window is 9223372036854775808, needs a whole number of 64 bits$"):
             vivace.decode_schedule(np.ones(1, "int32"), np.array([0, 1], "int32"), vivace.DecodeScheduleParams(window=2**63),
                                    out=np.zeros(64, "int32"))
         with self.assertRaisesRegex(ValueError, "6 dimensions"):
             vivace.rms_norm(np.ones((1,) * 6, "float32"), np.ones(8, "float32"), out=np.ones(1, "float32"))
+
+    def test_numbers_that_do_not_fit_are_named(self):
+        x, weight, out = np.ones((1, 8), "float32"), np.ones(8, "float32"), np.ones((1, 8), "float32")
+        with self.assertRaisesRegex(TypeError, "^rms_norm: eps is 'small', needs a number$"):
+            vivace.rms_norm(x, weight, eps="small", out=out)
+        with self.assertRaisesRegex(TypeError, "^attention_prefill: window is 1.5, needs a whole number"):
+            pages = np.zeros((1, 1), "int32")
+            vivace.attention_prefill(x.reshape(1, 1, 8), x.reshape(1, 1, 1, 8), x.reshape(1, 1, 1, 8), pages, pages[0], np.array([0, 1], "int32"), window=1.5)
+        with self.assertRaisesRegex(ValueError, "^route_top_k: zero_experts is -9223372036854775809, needs a whole number"):
+            vivace.route_top_k(x, 2, zero_experts=-2**63 - 1)
+
+    def test_outputs_have_memory_of_their_own(self):
+        x, weight = np.random.default_rng(6).standard_normal((4, 64)).astype("float32"), np.ones(64, "float32")
+        expected = vivace.rms_norm(x, weight)
+        whole = np.zeros((4, 192), "float32")
+        parts = vivace.linear_parts(x, [np.eye(64, dtype="float32")] * 3, outs=[whole[:, :64], whole[:, 64:128], whole[:, 128:]])
+        self.assertTrue(all(np.array_equal(part, x) for part in parts))
+        cases = ((vivace.rms_norm, (x, weight), x[1:], "y overlaps x"), (vivace.rms_norm, (x, x[2]), x, "y overlaps weight"),
+                 (vivace.linear, (x, np.eye(64, dtype="float32")), x, "y overlaps x"), (vivace.quantize_fp8, (x,), None, "y overlaps x"))
+        for operator, args, out, words in cases:
+            out = vivace.Typed(x.view("uint8")[:, :64], "fp8_e4m3") if out is None else out
+            args = (args[0][:3], *args[1:]) if len(out.shape) == 2 and out.shape[0] == 3 else args
+            with self.assertRaisesRegex(ValueError, words):
+                operator(*args, out=out)
+        self.assertTrue(np.array_equal(vivace.rms_norm(x, weight, out=x), expected))  # in place, which its header allows
+
+    def test_rows_that_nobody_writes_are_zero(self):
+        rng = np.random.default_rng(7)
+        for _ in range(3):
+            junk = np.full((6, 32), np.nan, "float32")  # what the allocator is likely to give out again
+            del junk
+            y = vivace.grouped_gemm(rng.standard_normal((6, 64)).astype("float32"), rng.standard_normal((2, 32, 64)).astype("float32"),
+                                    np.array([0, 4], "int32"), np.array([2, 1], "int32"))
+            self.assertTrue(y[:2].any() and not y[2:4].any() and not y[5].any())
+            q, cache = rng.standard_normal((3, 1, 64)).astype("float32"), rng.standard_normal((1, 16, 1, 64)).astype("float32")
+            junk = np.full(q.shape, np.nan, "float32")
+            del junk
+            call = (q, cache, cache, np.zeros((1, 1), "int32"), np.array([4], "int32"), np.array([1, 2], "int32"))
+            for y in (vivace.attention_prefill(*call), vivace.decode_attention(*call)):
+                self.assertTrue(y[1].any() and not y[0].any() and not y[2].any())
 
     def test_what_is_read_only_is_not_written(self):
         out = np.zeros((1, 8), "float32")
@@ -209,6 +249,26 @@ class Arrays(unittest.TestCase):
 
 
 class Errors(unittest.TestCase):
+    def test_questions_about_refused_calls(self):
+        x, i32 = np.ones((4, 64), "float32"), np.zeros(1, "int32")
+        cache = np.ones((1, 16, 1, 64), "float32")
+        refused = ((vivace.rms_norm, (x, np.ones(63, "float32"))), (vivace.linear, (x, np.ones((8, 63), "float32"))),
+                   (vivace.embedding, (i32, np.ones((4, 4), "int32"))), (vivace.silu_mul, (x, x[:2])),
+                   (vivace.attention_prefill, (x[:1, None], cache, cache[..., :32], np.zeros((1, 1), "int32"), i32 + 1, np.array([0, 1], "int32"))),
+                   (vivace.decode_schedule, (i32, i32, vivace.DecodeScheduleParams())), (vivace.route_top_k, (x, 65)),
+                   (vivace.router_gemm, (x, vivace.RouterWeight((np.ones((8, 63), "float32"),), "exact"))),
+                   (vivace.fused_moe, (x, np.ones((2, 8, 63), "float32"), np.ones((2, 64, 4), "float32"), np.zeros((4, 1), "int32"), x[:, :1].copy())),
+                   (vivace.grouped_gemm, (x, np.ones((2, 8, 63), "float32"), i32, i32)), (vivace.quantize_fp8, (x[None],)),
+                   (vivace.sampler, (x[0],)), (vivace.attention_prologue, (x, np.zeros(3, "int64"), cache, cache.copy())))
+        for operator, args in refused:
+            with self.subTest(operator.name):
+                with self.assertRaises(ValueError) as run:
+                    operator(*args)
+                for question in (operator.explain, operator.cost):
+                    with self.assertRaises(ValueError) as asked:
+                        question(*args)
+                    self.assertEqual(str(asked.exception), str(run.exception))
+
     def test_each_kind(self):
         x, weight = np.ones((1, 8), "float32"), np.ones(8, "float32")
         with self.assertRaisesRegex(ValueError, r"^rms_norm: weight.shape\[0\] is 7, needs hidden = 8 \(from x.shape\[1\]\)$"):
@@ -262,6 +322,17 @@ class Processes(unittest.TestCase):
         for thread in threads:
             thread.join()
         self.assertEqual(wrong, [])
+
+    def test_settings_start_no_threads_that_run_already(self):
+        code = ("import os, vivace\n"
+                "def threads(): return len(os.listdir('/proc/self/task'))\n"
+                "vivace.configure(threads=3)\n"
+                "before = threads()\n"
+                "for i in range(20):\n"
+                "    vivace.configure(prefer=('', 'rms_norm=reference')[i % 2])\n"
+                "    vivace.configure(threads=(3, 2)[i % 2])\n"
+                "assert threads() <= before + 2, (before, threads())\n")
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
     def test_settings_hold_from_their_return_on(self):
         x, weight, done = np.ones((1, 8), "float32"), np.ones(8, "float32"), threading.Event()

@@ -49,7 +49,7 @@ Facts attention_decode_facts(const AttentionDecodeArgs& args) {
 }
 
 Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
-  Checker check(kName, stream.device);
+  Checker check(kName, stream);
   VIVACE_TRY(check_decode(args, check));
   const int64_t requests = check["requests"];
   if (requests == 0 || check["tokens"] == 0) return {};
@@ -62,8 +62,8 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
                             args.schedule.shape[0], requests, args.params.workers, ints);
   }
   VIVACE_TRY_ASSIGN(const int64_t needed, attention_decode_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace(kName, args.workspace, needed, stream.device));
-  if (stream.device == Device::cpu) {
+  VIVACE_TRY(check_workspace(kName, args.workspace, needed, stream));
+  if (stream.readable()) {
     VIVACE_TRY(check_attention_contents(kName, args.attention, args.max_query_tokens));
     VIVACE_TRY(check_schedule(kName, args.schedule.as<const int32_t>(), args.params,
                               args.attention.kv_lengths, args.attention.query_start));
@@ -76,7 +76,7 @@ namespace {
 /// Queries divide by these extents and parameters.
 Status check_divisors(const AttentionDecodeArgs& args, const Stream& stream) {
   const AttentionArgs& a = args.attention;
-  Checker check(kName, stream.device);
+  Checker check(kName, stream);
   check.that(a.k.rank == 4 && a.k.shape[2] > 0, "k.shape[2]", static_cast<double>(a.k.shape[2]),
              "at least 1 head");
   check.that(a.q.rank == 3 && a.q.shape[2] > 0, "q.shape[2]", static_cast<double>(a.q.shape[2]),

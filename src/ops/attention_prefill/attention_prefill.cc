@@ -10,14 +10,14 @@ Facts attention_prefill_facts(const AttentionPrefillArgs& args) {
 }
 
 Status attention_prefill(const AttentionPrefillArgs& args, const Stream& stream) {
-  Checker check("attention_prefill", stream.device);
+  Checker check("attention_prefill", stream);
   check_attention(check, args.attention);
   check.that(args.max_query_tokens >= 0, "max_query_tokens", static_cast<double>(args.max_query_tokens),
              "at least 0");
   check.that(args.split_tokens >= 0, "split_tokens", static_cast<double>(args.split_tokens), "at least 0");
   VIVACE_TRY(check.status());
   if (check["requests"] == 0 || check["tokens"] == 0) return {};
-  if (stream.device == Device::cpu) {
+  if (stream.readable()) {
     VIVACE_TRY(check_attention_contents("attention_prefill", args.attention, args.max_query_tokens));
   }
   return dispatch(kAttentionPrefill, args, stream);

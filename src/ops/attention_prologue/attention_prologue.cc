@@ -47,7 +47,7 @@ Status attention_prologue(const AttentionPrologueArgs& args, const Stream& strea
   constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
   constexpr int64_t kPlain = dtypes_mask(DType::f32, DType::bf16, DType::f16);
   constexpr int64_t kFp8 = dtypes_mask(DType::fp8_e4m3);
-  Checker check(kName, stream.device);
+  Checker check(kName, stream);
   check.tensor("q", args.q, {"tokens", "heads_q", "head_dim"})
       .tensor("qkv", args.qkv, {"tokens", "qkv width"})
       .tensor("k", args.k, {"pages", "page_tokens", "heads_kv", "head_dim"})
@@ -90,7 +90,7 @@ Status attention_prologue(const AttentionPrologueArgs& args, const Stream& strea
         static_cast<int>(args.qk_norm));
   }
   if (check["tokens"] == 0) return {};
-  if (stream.device == Device::cpu) VIVACE_TRY(check_contents(args));
+  if (stream.readable()) VIVACE_TRY(check_contents(args));
   return dispatch(kAttentionPrologue, args, stream);
 }
 

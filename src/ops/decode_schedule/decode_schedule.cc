@@ -16,7 +16,7 @@ Facts decode_schedule_facts(const DecodeScheduleArgs& args) {
 }
 
 Status decode_schedule(const DecodeScheduleArgs& args, const Stream& stream) {
-  Checker check("decode_schedule", stream.device);
+  Checker check("decode_schedule", stream);
   check.tensor("kv_lengths", args.kv_lengths, {"requests"})
       .dtype("kv_lengths", args.kv_lengths, dtypes_mask(DType::i32))
       .tensor("schedule", args.schedule, {"schedule"})

@@ -14,7 +14,7 @@ Facts embedding_facts(const EmbeddingArgs& args) {
 }
 
 Status embedding(const EmbeddingArgs& args, const Stream& stream) {
-  Checker check("embedding", stream.device);
+  Checker check("embedding", stream);
   check.tensor("ids", args.ids, {"tokens"})
       .tensor("table", args.table, {"vocab", "hidden"})
       .tensor("y", args.y, {"tokens", "hidden"})
@@ -25,7 +25,7 @@ Status embedding(const EmbeddingArgs& args, const Stream& stream) {
       .dtype("y", args.y, dtypes_mask(DType::f32, DType::bf16));
   VIVACE_TRY(check.status());
   const int64_t tokens = args.ids.shape[0], vocab = args.table.shape[0];
-  if (args.ids.device == Device::cpu) {  // ids on a GPU are not readable here
+  if (stream.readable()) {  // ids on a GPU are not readable here
     const auto* ids = args.ids.as<const int32_t>();
     for (int64_t t = 0; t < tokens; ++t) {
       if (ids[t] < 0 || ids[t] >= vocab) {

@@ -17,36 +17,37 @@ constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16) | kFp8;
 constexpr int64_t kOtherWeights = dtypes_mask(DType::f32, DType::f16, DType::bf16, DType::q4_0, DType::q4_1,
                                               DType::q8_0, DType::q4_k, DType::q6_k);
 
-/// Whether a matrix has this shape and type and rows that a kernel can read.
-bool fits(const Tensor& m, DType dtype, int64_t rows, int64_t columns) {
+/// Whether a matrix has this shape and type and rows that a kernel can read; in a question it may be nowhere.
+bool fits(const Tensor& m, DType dtype, int64_t rows, int64_t columns, bool question) {
   const int64_t block = info_of(dtype).block_elements;
   return m.dtype == dtype && m.rank == 2 && m.shape[0] == rows && m.shape[1] == columns &&
          (m.stride[1] == 1 || columns <= 1) && m.stride[0] >= 0 && m.stride[0] % block == 0 &&
-         (m.data != nullptr || m.elements() == 0);
+         (question || m.data != nullptr || m.elements() == 0);
 }
 
 /// Whether two scales of the same matrix of two experts look alike.
-bool same_shape(const Tensor& a, const Tensor& b) {
+bool same_shape(const Tensor& a, const Tensor& b, bool question) {
   if (!a.present() && !b.present()) return true;
   return a.dtype == b.dtype && a.rank == b.rank && a.shape == b.shape && a.contiguous() &&
-         a.device == b.device && (a.data != nullptr || a.elements() == 0);
+         a.device == b.device && (question || a.data != nullptr || a.elements() == 0);
 }
 
 /// Experts given one by one must look like the first. Layers have hundreds: no string is built unless one
 /// fails.
-Status check_experts(const FusedMoeArgs& args) {
+Status check_experts(const FusedMoeArgs& args, bool question) {
   const ExpertWeights& first = args.experts[0];
   const int64_t intermediate = first.gate.shape[0], hidden = first.gate.shape[1];
   for (size_t e = 0; e < args.experts.size(); ++e) {
     const ExpertWeights& w = args.experts[e];
-    const Tensor* bad = !fits(w.gate, first.gate.dtype, intermediate, hidden)   ? &w.gate
-                        : !fits(w.up, first.gate.dtype, intermediate, hidden)   ? &w.up
-                        : !fits(w.down, first.down.dtype, hidden, intermediate) ? &w.down
-                                                                                : nullptr;
+    const Tensor* bad = !fits(w.gate, first.gate.dtype, intermediate, hidden, question)   ? &w.gate
+                        : !fits(w.up, first.gate.dtype, intermediate, hidden, question)   ? &w.up
+                        : !fits(w.down, first.down.dtype, hidden, intermediate, question) ? &w.down
+                                                                                          : nullptr;
     if (bad == nullptr) {
-      const bool same =
-          same_shape(w.gate_scale, first.gate_scale) && same_shape(w.up_scale, first.up_scale) &&
-          same_shape(w.down_scale, first.down_scale) && same_shape(w.act_scale, first.act_scale);
+      const bool same = same_shape(w.gate_scale, first.gate_scale, question) &&
+                        same_shape(w.up_scale, first.up_scale, question) &&
+                        same_shape(w.down_scale, first.down_scale, question) &&
+                        same_shape(w.act_scale, first.act_scale, question);
       if (same) continue;
       return invalid_argument("fused_moe: experts[{}] has scales {}, {}, {}, {}, needs those of expert 0", e,
                               to_string(w.gate_scale), to_string(w.up_scale), to_string(w.down_scale),
@@ -136,7 +137,7 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
 }
 
 Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
-  Checker check("fused_moe", stream.device);
+  Checker check("fused_moe", stream);
   check.tensor("x", args.x, {"tokens", "hidden"})
       .tensor("y", args.y, {"tokens", "hidden"})
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})
@@ -203,7 +204,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .dtype("experts[0].gate", args.experts[0].gate, kWeights)
         .dtype("experts[0].down", args.experts[0].down, kWeights);
     VIVACE_TRY(check_scales(check, args, args.experts[0], kFirstExpert));
-    VIVACE_TRY(check_experts(args));
+    VIVACE_TRY(check_experts(args, stream.check_only));
   }
   if (args.shared.present()) {
     check.tensor("shared.gate", args.shared.gate, {"shared intermediate", "hidden"})
@@ -217,7 +218,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
   VIVACE_TRY(check.status());
   if (args.x.elements() == 0) return {};
   VIVACE_TRY_ASSIGN(const int64_t needed, fused_moe_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace("fused_moe", args.workspace, needed, stream.device));
+  VIVACE_TRY(check_workspace("fused_moe", args.workspace, needed, stream));
   return dispatch(kFusedMoe, args, stream);
 }
 

@@ -26,7 +26,7 @@ Status grouped_gemm(const GroupedGemmArgs& args, const Stream& stream) {
   constexpr int64_t kF32 = dtypes_mask(DType::f32), kI32 = dtypes_mask(DType::i32);
   constexpr int64_t kPlain = dtypes_mask(DType::f32, DType::bf16, DType::f16);
   const bool fp8 = args.x.dtype == DType::fp8_e4m3, blocks = fp8 && has_block_scales(args);
-  Checker check("grouped_gemm", stream.device);
+  Checker check("grouped_gemm", stream);
   check.tensor("x", args.x, {"rows", "k"})
       .tensor("weight", args.weight, {"groups", "n", "k"})
       .tensor("group_start", args.group_start, {"groups"})
@@ -49,7 +49,7 @@ Status grouped_gemm(const GroupedGemmArgs& args, const Stream& stream) {
   }
   check.dtype("x_scale", args.x_scale, kF32).dtype("weight_scale", args.weight_scale, kF32);
   VIVACE_TRY(check.status());
-  for (int64_t g = 0; stream.device == Device::cpu && g < args.weight.shape[0]; ++g) {
+  for (int64_t g = 0; stream.readable() && g < args.weight.shape[0]; ++g) {
     const int64_t start = args.group_start.as<const int32_t>()[g],
                   rows = args.group_rows.as<const int32_t>()[g];
     if (start >= 0 && rows >= 0 && start + rows <= args.x.shape[0]) continue;

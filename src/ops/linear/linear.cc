@@ -111,7 +111,7 @@ Status linear(const LinearArgs& args, const Stream& stream) {
   constexpr int64_t kOutputs = dtypes_mask(DType::f32, DType::bf16);
   const bool fp8 = args.x.dtype == DType::fp8_e4m3, blocks = fp8 && args.x_scaling == Fp8Scaling::block;
   const int64_t weights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
-  Checker check("linear", stream.device);
+  Checker check("linear", stream);
   check
       .that(args.part_count >= 1 && args.part_count <= LinearArgs::kMaxParts, "part_count", args.part_count,
             "1 to 3")
@@ -149,6 +149,9 @@ Status linear(const LinearArgs& args, const Stream& stream) {
       .dtype("workspace", args.workspace, dtypes_mask(DType::u8));
   VIVACE_TRY(check.status());
   if (outputs == 0) return {};
+  if (stream.check_only) {
+    return choose(kLinear, args, stream) != nullptr ? Status() : internal::refuse(kLinear, args, stream);
+  }
   VIVACE_TRY_ASSIGN(const Way way, way_of(args, stream));
   if (way.row == nullptr) return internal::refuse(*way.table, args, stream);
   if (way.table == &kLinearWithoutAlgorithm) {

@@ -14,7 +14,7 @@ Facts quantize_fp8_facts(const QuantizeFp8Args& args) {
 }
 
 Status quantize_fp8(const QuantizeFp8Args& args, const Stream& stream) {
-  Checker check("quantize_fp8", stream.device);
+  Checker check("quantize_fp8", stream);
   check.tensor("x", args.x, {"tokens", "width"})
       .tensor("y", args.y, {"tokens", "width"})
       .dtype("x", args.x, dtypes_mask(DType::f32, DType::bf16, DType::f16))

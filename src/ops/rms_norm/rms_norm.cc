@@ -18,7 +18,7 @@ Facts rms_norm_facts(const RmsNormArgs& args) {
 
 Status rms_norm(const RmsNormArgs& args, const Stream& stream) {
   constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
-  Checker check("rms_norm", stream.device);
+  Checker check("rms_norm", stream);
   check.tensor("x", args.x, {"tokens", "hidden"})
       .optional("residual", args.residual, {"tokens", "hidden"})
       .tensor("weight", args.weight, {"hidden"})

@@ -25,7 +25,7 @@ bool chooses_nobody(const RouteTopKArgs& args, int64_t token) {
 }
 
 Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
-  Checker check("route_top_k", stream.device);
+  Checker check("route_top_k", stream);
   check.tensor("scores", args.scores, {"tokens", "experts"})
       .optional("correction_bias", args.correction_bias, {"experts"})
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})

@@ -29,7 +29,7 @@ Status router_gemm(const RouterGemmArgs& args, const Stream& stream) {
   constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
   static constexpr std::string_view kTerms[] = {"weight.terms[0]", "weight.terms[1]", "weight.terms[2]"};
   const int terms = args.weight.term_count;
-  Checker check("router_gemm", stream.device);
+  Checker check("router_gemm", stream);
   check.tensor("x", args.x, {"tokens", "hidden"})
       .that(terms >= 1 && terms <= RouterWeight::kMaxTerms, "weight.term_count", terms,
             "1 to 3: a weight made by prepare_router_weight");

@@ -92,7 +92,7 @@ Status sampler(const SamplerArgs& args, const Stream& stream) {
   constexpr int64_t kF32 = dtypes_mask(DType::f32), kI32 = dtypes_mask(DType::i32),
                     kI64 = dtypes_mask(DType::i64);
   const int64_t vocab = args.logits.shape[1], rows = args.logits.shape[0];
-  Checker check("sampler", stream.device);
+  Checker check("sampler", stream);
   check.tensor("logits", args.logits, {"rows", "vocab"})
       .define("words", vocab / 32 + (vocab % 32 != 0), "ceil(vocab / 32)")
       .define("rows + 1", rows + 1, "logits.shape[0] + 1")
@@ -150,9 +150,9 @@ Status sampler(const SamplerArgs& args, const Stream& stream) {
         "sampler: state is absent with {} states for {} rows, needs a state for each row or the tensor",
         check["states"], rows);
   }
-  if (stream.device == Device::cpu) VIVACE_TRY(check_contents(args));  // a GPU's memory is not readable here
+  if (stream.readable()) VIVACE_TRY(check_contents(args));  // a GPU's memory is not readable here
   VIVACE_TRY_ASSIGN(const int64_t needed, sampler_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace("sampler", args.workspace, needed, stream.device));
+  VIVACE_TRY(check_workspace("sampler", args.workspace, needed, stream));
   return dispatch(kSampler, args, stream);
 }
 

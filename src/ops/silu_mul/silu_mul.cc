@@ -15,7 +15,7 @@ Facts silu_mul_facts(const SiluMulArgs& args) {
 }
 
 Status silu_mul(const SiluMulArgs& args, const Stream& stream) {
-  Checker check("silu_mul", stream.device);
+  Checker check("silu_mul", stream);
   check.tensor("gate", args.gate, {"tokens", "intermediate"})
       .tensor("up", args.up, {"tokens", "intermediate"})
       .tensor("y", args.y, {"tokens", "intermediate"})
