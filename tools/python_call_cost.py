@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What a call from Python costs on the host, in us: the median of rounds of 100 calls that the device keeps up with.
+"""What a call from Python costs on the host, in us: the median of rounds of 100 calls that the device keeps up with, and beside them one of
+torch's own.
 
     python3 tools/python_call_cost.py [cpu|cuda]      with a Python that has torch and the wheel
 """
@@ -52,6 +53,9 @@ def main(device):
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, no rows"
     print(f"{where}, torch {torch.__version__}, Python {sys.version.split()[0]}: us a call")
     print(f"{'':20}{'direct':>10}{'torch.ops':>12}{'C call alone':>14}")
+    x = torch.randn(1 if device == "cuda" else 0, 128, dtype=torch.bfloat16, device=device)
+    y = torch.empty_like(x)
+    print(f"{'torch.add, out':20}{median_us(lambda: torch.add(x, x, out=y), device):10.2f}")
     for name, function, args, options in calls(device):
         values, _ = function._build(*args, **options)
         operator, entry = getattr(torch.ops.vivace, name), _library.ENTRIES[name]

@@ -29,6 +29,7 @@ __global__ __launch_bounds__(kThreads) void attention_decode_merge_kernel(
   const Params& p = d.attention;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   device::wait_for_previous_kernel();
+  if (!is_for(d.schedule, d)) return;
   const ScheduleView view(d.schedule);
   const int64_t task = blockIdx.x;
   ScheduleSplit split{};
@@ -110,6 +111,8 @@ Status attention_decode_cuda(const AttentionDecodeArgs& args, const Stream& stre
   d.attention = params_of(args.attention);
   d.schedule = args.schedule.as<const int32_t>();
   d.tile_tokens = static_cast<int>(args.params.tile_tokens);
+  d.workers = static_cast<int>(args.params.workers);
+  d.piece_tiles = static_cast<int>(args.params.piece_tiles);
   d.max_query_tokens = static_cast<int>(args.max_query_tokens);
   d.slots = slots_of(args);
   d.slot_rows = slot_rows_of(args);

@@ -12,7 +12,7 @@ namespace vivace::attention_mma {
 struct DecodeParams {
   Params attention;
   const int32_t* schedule;
-  int tile_tokens, max_query_tokens;
+  int tile_tokens, workers, piece_tiles, max_query_tokens;
   int query_rows;  ///< rows of a tile that have room in shared memory
   /// Per slot and row of a unit: maximum, weight, head_dim sums.
   float* partials;
@@ -22,6 +22,14 @@ struct DecodeParams {
     return partials + (slot * slot_rows + row) * (2 + attention.head_dim);
   }
 };
+
+/// Whether the schedule was made for this call's shapes: of another nothing is done.
+__device__ __forceinline__ bool is_for(const int32_t* schedule, const DecodeParams& d) {
+  using namespace schedule_map;
+  return schedule[kRequests] == d.attention.requests && schedule[kHeadsKv] == d.attention.heads_kv &&
+         schedule[kTileTokens] == d.tile_tokens && schedule[kWorkers] == d.workers &&
+         schedule[kPieceTiles] == d.piece_tiles && schedule[kActive] <= d.workers;
+}
 
 /// Leaves a thread's rows in the workspace.
 template <class T>
@@ -53,6 +61,7 @@ __global__ __launch_bounds__(kThreads) void attention_decode_kernel(const __grid
   extern __shared__ __align__(1024) char smem[];
   const Params& p = d.attention;
   device::wait_for_previous_kernel();
+  if (!is_for(d.schedule, d)) return;
   const ScheduleView view(d.schedule);
   view.for_each_piece(blockIdx.x, [&](const SchedulePiece& piece) {
     const Request request(p, static_cast<int>(piece.request));

@@ -36,6 +36,7 @@ inline constexpr RouteTopKCase kRouteTopKTestCases[] = {
     {"groups under softmax", 9, 64, 6, RouteScoring::softmax, false, false, 16, 8, 3},
     {"LongCat", 20, 768, 12, RouteScoring::softmax, true, false, 6, 1, 1, 256},
     {"only zero experts", 3, 16, 4, RouteScoring::softmax, false, true, 1, 1, 1, 16},
+    {"no power of two below 1024", 9, 1000, 10, RouteScoring::sigmoid, true, true, 2.5, 8, 4},
     {"more experts than a stack holds", 2, 1500, 8},
     {"strided rows", 4, 20, 3, RouteScoring::softmax, false, true, 1, 1, 1, 0, 33},
     {"padding", 16, 192, 8, RouteScoring::sigmoid, true, true, 2.826, 1, 1, 0, 0, 5},

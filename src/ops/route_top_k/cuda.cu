@@ -56,11 +56,12 @@ Status route_top_k_cuda(const RouteTopKArgs& args, const Stream& stream) {
       .block = dim3(static_cast<unsigned>(32 * warps)),
       .smem_bytes = warps * 4 * warp_words(params.rule.experts, params.rule.top_k, params.rule.groups),
       .overlap_previous = true};
-  const auto kernel = experts <= 128   ? route_top_k_kernel<4>
-                      : experts <= 256 ? route_top_k_kernel<8>
-                      : experts <= 384 ? route_top_k_kernel<12>
-                      : experts <= 768 ? route_top_k_kernel<24>
-                                       : route_top_k_kernel<128>;
+  const auto kernel = experts <= 128    ? route_top_k_kernel<4>
+                      : experts <= 256  ? route_top_k_kernel<8>
+                      : experts <= 384  ? route_top_k_kernel<12>
+                      : experts <= 768  ? route_top_k_kernel<24>
+                      : experts <= 1024 ? route_top_k_kernel<32>
+                                        : route_top_k_kernel<128>;
   return launch("route_top_k", kernel, shape, stream, params);
 }
 
