@@ -34,8 +34,8 @@ _STANDING_IN = set()
 
 
 def stand_in(engine, behaviour):
-    """Puts the engine's recorded modules into sys.modules, unless the engine is installed. behaviour: {name: dict of class
-    attributes, or the thing itself}."""
+    """Puts the engine's recorded modules into sys.modules, unless the engine is installed. behaviour: {name: dict of attributes of
+    a class or module, or the thing itself}."""
     if installed(engine):
         return {}
     _STANDING_IN.add(engine)
@@ -63,6 +63,7 @@ def stand_in(engine, behaviour):
                     setattr(sys.modules[".".join(parts[:i - 1])], parts[i - 1], sys.modules[path])
         if "module" in what:
             submodule = sys.modules.setdefault(f"{module}.{name}", types.ModuleType(f"{module}.{name}"))
+            vars(submodule).update(behaviour.get(name, {}))
             setattr(sys.modules[module], name, submodule)
         else:
             setattr(sys.modules[module], name, made[name])

@@ -80,6 +80,7 @@ class Vllm(unittest.TestCase):
             "AttentionImplBase": {"dcp_world_size": 1, "pcp_world_size": 1},
             "split_decodes_and_prefills": split,
             "get_current_vllm_config_or_none": lambda: None,
+            "envs": {"VLLM_BATCH_INVARIANT": False},
         })
         from vivace.plugins.vllm import attention
         cls.plugin = attention
@@ -322,6 +323,7 @@ class Sglang(unittest.TestCase):
             "resolve_moe_runner_backend": lambda name: types.SimpleNamespace(value=name),
             "get_moe_runner_backend": lambda: types.SimpleNamespace(value="vivace"),
             "StandardTopKOutput": lambda *values: values,
+            "get_exec": lambda: types.SimpleNamespace(deterministic=types.SimpleNamespace(enable_deterministic_inference=False)),
         })
         from vivace.plugins.sglang import attention, moe, router
         cls.parallel = types.SimpleNamespace(tp_size=1, attn_tp_size=1, attn_cp_size=1, attn_dcp_size=1)

@@ -94,7 +94,8 @@ def expert_scales(gate_up: torch.Tensor, down: torch.Tensor, gate_up_scale: torc
 
 def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *,
             gate_up_scale: torch.Tensor | None = None, down_scale: torch.Tensor | None = None, x_scale: torch.Tensor | None = None,
-            act_scale: torch.Tensor | None = None, block: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+            act_scale: torch.Tensor | None = None, block: bool = False, batch_invariant: bool = False,
+            out: torch.Tensor | None = None) -> torch.Tensor:
     """The routed experts of a layer. x is quantised here where the weights are fp8 and it is not yet.
 
     Without blocks x_scale has one value and act_scale one, or one an expert, in any shape: engines reduce them to no dimension.
@@ -111,4 +112,4 @@ def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: tor
         options = {"x_scale": x_scale if block else x_scale.reshape(1), "gate_up_scale": scales[0], "down_scale": scales[1]}
         if not block:
             options["act_scale"] = act_scale.reshape(-1)
-    return vivace.fused_moe(x, gate_up, down, ids.to(torch.int32), weights.float(), out=out, **options)
+    return vivace.fused_moe(x, gate_up, down, ids.to(torch.int32), weights.float(), batch_invariant=batch_invariant, out=out, **options)

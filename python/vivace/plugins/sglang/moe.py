@@ -71,6 +71,7 @@ def _core_class() -> type:
     from sglang.srt.layers.moe.moe_runner.base import DispatchMoeRunnerCore
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+    from sglang.srt.runtime_context import get_exec
 
     class VivaceRunnerCore(DispatchMoeRunnerCore):
         """Tokens, experts and weights in, the weighted sum out: one call of fused_moe."""
@@ -99,7 +100,8 @@ def _core_class() -> type:
             out = x if runner_config.inplace and x.is_contiguous() and quant_info.use_fp8_w8a8 else torch.empty_like(x)
             serving.experts(x, quant_info.w13_weight, quant_info.w2_weight, topk.topk_ids, topk.topk_weights,
                             gate_up_scale=quant_info.w13_scale, down_scale=quant_info.w2_scale, x_scale=quant_info.a13_scale,
-                            act_scale=quant_info.a2_scale, block=quant_info.block_shape is not None, out=out)
+                            act_scale=quant_info.a2_scale, block=quant_info.block_shape is not None,
+                            batch_invariant=get_exec().deterministic.enable_deterministic_inference, out=out)
             if runner_config.routed_scaling_factor not in (None, 1.0):
                 out.mul_(runner_config.routed_scaling_factor)
             return StandardCombineInput(hidden_states=out)

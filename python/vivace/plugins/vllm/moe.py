@@ -48,6 +48,7 @@ def _experts_class() -> type:
     if _class is not None:
         return _class
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm import envs
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym, kFp8StaticTensorSym
@@ -99,6 +100,10 @@ def _experts_class() -> type:
         def _supports_shape(hidden_dim: int) -> bool:
             return hidden_dim % 128 == 0
 
+        @staticmethod
+        def _supports_batch_invariance() -> bool:
+            return True
+
         def supports_expert_map(self) -> bool:
             return True
 
@@ -119,7 +124,8 @@ def _experts_class() -> type:
             block = self.block_shape is not None
             serving.experts(hidden_states, w1, w2, ids, topk_weights, gate_up_scale=self.w1_scale, down_scale=self.w2_scale,
                             x_scale=a1q_scale.contiguous() if a1q_scale is not None else self.a1_scale,
-                            act_scale=a2_scale if a2_scale is not None else self.a2_scale, block=block, out=output)
+                            act_scale=a2_scale if a2_scale is not None else self.a2_scale, block=block,
+                            batch_invariant=envs.VLLM_BATCH_INVARIANT, out=output)
 
     _class = VivaceExperts
     return _class
