@@ -606,7 +606,7 @@ void add_serve(CLI::App& app, ServeArgs& a) {
       "not,\n"
       "/v1/models, /health, /metrics (Prometheus), and what benchmark clients of other servers ask for "
       "(/generate,\n"
-      "/get_server_info, /flush_cache). SIGTERM and SIGINT end it: running requests have --shutdown-timeout "
+      "/get_server_info, /flush_cache). SIGTERM, SIGINT and SIGHUP end it: running requests have --shutdown-timeout "
       "to "
       "finish,\n"
       "a second signal ends them at once; either way their clients are told. The log is one JSON object a "
@@ -633,7 +633,7 @@ void add_serve(CLI::App& app, ServeArgs& a) {
       [&](server::LogLevel level) { a.server.log = level; });
   const std::string group = "Limits";
   const auto limit = [&](CLI::Option* option) { option->group(group); };
-  limit(integer(c, "--max-queue", 1, 1000000, "Requests that wait for the engine; more are 429 [4096]",
+  limit(integer(c, "--max-queue", 1, 1000000, "Requests beyond --max-batch; more are 429 [4096]",
                 [&](int64_t n) { a.engine.max_waiting = n; }));
   limit(integer(c, "--max-connections", 1, 1000000,
                 "Open connections; more are 503 [4096, or what the limit of open files allows]",

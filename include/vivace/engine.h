@@ -86,7 +86,7 @@ struct EngineOptions {
   int64_t token_budget = 512;   ///< tokens per step, prompt chunks and decodes together
   int64_t page_tokens = 16;     ///< tokens per KV page; a power of two, 1..256
   int64_t kv_memory_bytes = 0;  ///< 0: a default that fits the machine
-  int64_t max_waiting = 4096;   ///< more are refused with resource_exhausted
+  int64_t max_waiting = 4096;   ///< requests beyond max_batch; more are refused with resource_exhausted
   bool prefix_cache = true;
   bool count_experts = false;  ///< EngineStats has experts; costs a GPU a small kernel and copy a step
   uint64_t seed = 0;  ///< of the generator that seeds requests without a seed

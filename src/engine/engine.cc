@@ -203,10 +203,12 @@ Result<RequestId> EngineImpl::accept(Request request, Sink sink) {
 
   std::unique_lock lock(mutex_);
   if (stopping_) return error(Code::cancelled, "engine: it is shutting down");
-  const int64_t waiting = std::ssize(live_) - stats_.running;
-  if (waiting >= options_.max_waiting)
-    return error(Code::resource_exhausted, "engine: {} requests wait, max_waiting is {}", waiting,
-                 options_.max_waiting);
+  // What was submitted since the last step has no place in the batch yet, though there may be one for it.
+  const int64_t beyond = std::ssize(live_) - options_.max_batch;
+  if (beyond >= options_.max_waiting)
+    return error(Code::resource_exhausted,
+                 "engine: {} requests are open, max_batch {} and max_waiting {} hold no more", live_.size(),
+                 options_.max_batch, options_.max_waiting);
   const RequestId id = next_id_++;
   auto live = std::make_shared<Live>(id, seed.value_or(drawn_seed(options_.seed, id)), std::move(sink),
                                      std::move(generation), max_tokens);

@@ -157,13 +157,14 @@ HttpResponse error_response(const ApiError& error) {
 ApiError error_of(const Status& status, ApiKind kind) {
   const bool sglang = kind == ApiKind::generate;
   const std::string place = sglang ? "sampling_params." : "";
-  const std::array<std::pair<std::string_view, std::string>, 5> names = {{
+  const std::array<std::pair<std::string_view, std::string>, 6> names = {{
       {"prompt_ids", kind == ApiKind::chat ? "messages"
                      : sglang              ? "the prompt"
                                            : "prompt"},
       {"max_tokens", std::string(max_tokens_field(kind))},
       {"min_tokens", sglang ? "sampling_params.min_new_tokens" : "min_tokens"},
       {"stop_ids", place + "stop_token_ids"},
+      {"max_batch", "--max-batch"},
       {"max_waiting", "--max-queue"},
   }};
   ApiError error{.message = renamed(status.message(), names)};

@@ -336,12 +336,13 @@ void GenerationCall::log_end(End end) {
   context_.metrics.count_answer(request_.path, status);
   context_.metrics.duration.add(seconds);
   const bool failed = error_ || !answered;
+  const bool broken = answered && error_ && begun_;  // the client was told so, behind a status of 200
   if (context_.log.level() == LogLevel::off || (context_.log.level() == LogLevel::errors && !failed)) return;
   nlohmann::ordered_json line = {{"request_id", request_id_},
                                  {"peer", request_.peer},
                                  {"path", request_.path},
                                  {"status", status},
-                                 {"end", kEnds[static_cast<size_t>(end)]},
+                                 {"end", broken ? "failed" : kEnds[static_cast<size_t>(end)]},
                                  {"stream", stream_},
                                  {"duration_ms", log_ms(seconds)}};
   if (!choices_.empty()) {

@@ -73,7 +73,7 @@ std::string Metrics::text(const Engine& engine, const HttpStats& http) const {
   const EngineStats s = engine.stats();
   value(out, "vivace_sequences_running", "gauge", "Sequences that are being generated", s.running);
   value(out, "vivace_sequences_waiting", "gauge", "Sequences in the queue", s.waiting);
-  value(out, "vivace_queue_limit", "gauge", "Most sequences in the queue", engine.options().max_waiting);
+  value(out, "vivace_queue_limit", "gauge", "Most sequences beyond those that the batch has places for", engine.options().max_waiting);
   value(out, "vivace_sequences_finished_total", "counter", "Sequences that ended by themselves", s.finished);
   value(out, "vivace_sequences_cancelled_total", "counter", "Sequences that were cancelled", s.cancelled);
   value(out, "vivace_sequences_failed_total", "counter", "Sequences that ended with an error", s.failed);

@@ -708,7 +708,7 @@ TEST_P(EngineDepths, AFullQueueRefuses) {
   EXPECT_EQ(engine->stats().waiting, 3);
   const Status status = engine->submit(request_of({1}, 2), answers[4].sink()).status();
   EXPECT_EQ(status.code(), Code::resource_exhausted);
-  EXPECT_EQ(status.message(), "engine: 3 requests wait, max_waiting is 3");
+  EXPECT_EQ(status.message(), "engine: 4 requests are open, max_batch 1 and max_waiting 3 hold no more");
   gate.open();
   engine->drain();
   EXPECT_EQ(engine->stats().finished, 4);

@@ -194,6 +194,23 @@ class Ends(Case):
                 self.assertTrue(finish == ["length"] or (len(errors) == 1 and "message" in errors[0]), (finish, errors))
             self.assertTrue(any(errors for _, _, errors, _ in long), "the case is what it says")
 
+    def test_a_terminal_that_closes_ends_it_in_order(self):
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            self.skipTest("under nohup")
+        with Server("--threads", 1, "--shutdown-timeout", 0) as server:
+            async def scene():
+                stream = asyncio.create_task(read_stream(server.port, greedy("c", max_tokens=4000)))
+                while server.metrics()["vivace_sequences_running"] < 1:
+                    await asyncio.sleep(0.02)
+                server.process.send_signal(signal.SIGHUP)
+                return await stream
+
+            _, _, errors, _ = asyncio.run(scene())
+            self.assertEqual([error["code"] for error in errors], ["shutting_down"])
+            self.assertEqual(server.process.wait(10 * SLOWER), 0)
+            ends = [json.loads(line)["end"] for line in server.output().splitlines() if '"event":"request"' in line and "completions" in line]
+            self.assertEqual(ends, ["failed"])
+
     def test_no_new_requests_while_it_ends(self):
         with Server("--threads", 2, "--shutdown-timeout", 3) as server:
             async def scene():

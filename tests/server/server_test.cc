@@ -678,7 +678,7 @@ TEST(Server, FullQueueIs429) {
   const auto refusals = [&](const char* line) {
     return rig.get("/metrics").body.find(line) != std::string::npos;
   };
-  EXPECT_TRUE(rig.eventually([&] { return refusals("{path=\"/v1/completions\",code=\"429\"} 5\n"); }));
+  EXPECT_TRUE(rig.eventually([&] { return refusals("{path=\"/v1/completions\",code=\"429\"} 4\n"); }));
   rig.hold(false);
   for (Client& client : clients) {
     const Reply reply = client.read();
@@ -687,9 +687,11 @@ TEST(Server, FullQueueIs429) {
     EXPECT_EQ(reply.status, 429);
     EXPECT_EQ(reply.header("retry-after"), "1");
     EXPECT_EQ(error_in(reply)["code"], "queue_full");
-    EXPECT_NE(error_in(reply)["message"].get<std::string>().find("--max-queue is 2"), std::string::npos);
+    EXPECT_NE(
+        error_in(reply)["message"].get<std::string>().find("--max-batch 2 and --max-queue 2 hold no more"),
+        std::string::npos);
   }
-  EXPECT_EQ(refused, 5) << "one runs, two wait";
+  EXPECT_EQ(refused, 4) << "there are places for two, and two wait";
   EXPECT_TRUE(rig.eventually([&] { return rig.idle(); }));
   EXPECT_EQ(rig.request(request).status, 200) << "it recovers";
 }
@@ -702,7 +704,10 @@ TEST(Server, SeveralAnswersFitTheQueueTogetherOrNotAtAll) {
   rig.hold(true);
   Client client(rig.port());
   client.send(Client::post(kCompletions, Json({{"prompt", {5}}, {"n", 20}, {"max_tokens", 3}}).dump()));
-  EXPECT_EQ(client.read().status, 429) << "later there may be room";
+  EXPECT_TRUE(
+      rig.eventually([&] { return rig.engine().stats().running + rig.engine().stats().waiting == 20; }));
+  EXPECT_EQ(rig.post(kCompletions, {{"prompt", {5}}, {"max_tokens", 3}}).status, 429)
+      << "later there may be room";
   const Reply never = rig.post(kCompletions, {{"prompt", {5}}, {"n", 21}, {"max_tokens", 3}});
   EXPECT_EQ(never.status, 400);
   EXPECT_EQ(error_in(never)["param"], "n");
@@ -710,7 +715,25 @@ TEST(Server, SeveralAnswersFitTheQueueTogetherOrNotAtAll) {
             "n is 21 for 1 prompt, needs at most 20 answers in all, what --max-batch and --max-queue hold "
             "together");
   rig.hold(false);
+  EXPECT_EQ(client.read().status, 200) << "as many as fit an idle engine";
   EXPECT_TRUE(rig.eventually([&] { return rig.idle(); }));
+}
+
+// Nothing has run yet: what the batch has places for does not wait.
+TEST(Server, AnIdleEngineTakesABatchAndAQueueAtOnce) {
+  RigOptions options;
+  options.engine.max_batch = 8;
+  options.engine.max_waiting = 1;
+  Rig rig(std::move(options));
+  const std::string request =
+      Client::post(kCompletions, Json({{"prompt", {5}}, {"max_tokens", 3}, {"ignore_eos", true}}).dump());
+  for (int round = 0; round < 3; ++round) {
+    std::vector<Client> clients;
+    for (int i = 0; i < 9; ++i) clients.emplace_back(rig.port());
+    for (Client& client : clients) client.send(request);
+    for (Client& client : clients) EXPECT_EQ(client.read().status, 200);
+    EXPECT_TRUE(rig.eventually([&] { return rig.idle(); }));
+  }
 }
 
 TEST(Server, ConnectionsBeyondTheLimitAre503) {
