@@ -76,6 +76,8 @@ struct Bench {
   Bench() { connect_to(engine); }
   ~Bench() {
     pool.reset();
+    call.reset();
+    log.reset();  // its thread writes to the file
     std::fclose(file);
   }
 
