@@ -232,7 +232,7 @@ typedef struct vivace_attention {
   vivace_tensor page_table;  /* i32 [requests, max_pages] */
   vivace_tensor kv_lengths;  /* i32 [requests]: this call's tokens included */
   vivace_tensor query_start; /* i32 [requests + 1] */
-  vivace_tensor output;      /* out, like q; f32 or bf16 when q is fp8 */
+  vivace_tensor output;      /* out, like q; f32 or bf16 when q is fp8; rows of no request are not written */
   vivace_tensor q_scale;     /* with fp8 q: f32 [tokens, heads_q] */
   vivace_tensor k_scale;     /* with fp8 k: f32 [1], or [pages, page_tokens, heads_kv] */
   vivace_tensor v_scale;     /* with fp8 v: f32 [1], or [heads_kv] */
@@ -397,7 +397,7 @@ vivace_code vivace_fused_moe_workspace_bytes(const vivace_fused_moe_args* args, 
 vivace_code vivace_fused_moe_cost(const vivace_fused_moe_args* args, vivace_cost* cost);
 vivace_code vivace_fused_moe_explain(const vivace_fused_moe_args* args, const vivace_stream* stream, const char** json);
 
-/* y[r] = x[r] . weight[g]^T for each row r of each group g. */
+/* y[r] = x[r] . weight[g]^T for each row r of each group g; rows of no group are not written. */
 typedef struct vivace_grouped_gemm_args {
   size_t struct_bytes;
   vivace_tensor x;            /* [rows, k] */

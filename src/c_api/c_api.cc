@@ -4,6 +4,7 @@
 #include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
 
 #include "src/c_api/objects.h"
 #include "src/c_api/read.h"
@@ -122,6 +123,22 @@ vivace_code cost(std::string_view place, const Args* args, vivace_cost* out, Cos
     *out = {found.bytes, found.flops};
     return {};
   });
+}
+
+/// What is wrong with a flag of the program, as what is wrong with the field of its name.
+Status of_field(std::string_view place, const Status& status) {
+  std::string_view message = status.message();
+  if (message.starts_with("--")) message.remove_prefix(2);
+  return status.ok() ? status : error(status.code(), "{}: {}", place, message);
+}
+
+Result<std::shared_ptr<vivace_context::Threads>> start_threads(std::string_view place, int64_t threads) {
+  try {
+    return std::make_shared<vivace_context::Threads>(static_cast<int>(threads));
+  } catch (const std::system_error& refused) {
+    return error(Code::resource_exhausted, "{}: threads is {}, more than the system starts now: {}", place,
+                 threads, refused.what());
+  }
 }
 
 Status give_text(std::string text, const char** json) {
@@ -263,10 +280,14 @@ vivace_code vivace_context_create(const vivace_context_options* options, vivace_
     }
     if (threads == 0) threads = vivace::cpu::usable_cores();
     auto made = std::make_unique<vivace_context>();
-    if (wanted->prefer != nullptr) VIVACE_TRY(made->dispatch.prefer(wanted->prefer));
-    made->threads = wanted->threads_of != nullptr
-                        ? wanted->threads_of->threads
-                        : std::make_shared<vivace_context::Threads>(static_cast<int>(threads));
+    if (wanted->prefer != nullptr) {
+      VIVACE_TRY(c_api::of_field(kPlace, made->dispatch.prefer(wanted->prefer)));
+    }
+    if (wanted->threads_of != nullptr) {
+      made->threads = wanted->threads_of->threads;
+    } else {
+      VIVACE_TRY_ASSIGN(made->threads, c_api::start_threads(kPlace, threads));
+    }
     *context = made.release();
     return {};
   });

@@ -214,6 +214,13 @@ RmsNormArgs read(Reader& reader, const vivace_rms_norm_args& from) {
 }
 
 LinearArgs read(Reader& reader, const vivace_linear_args& from) {
+  struct Names {
+    std::string_view weight, weight_scale, bias, y;
+  };
+  static constexpr std::array<Names, LinearArgs::kMaxParts> kNames{
+      {{"parts[0].weight", "parts[0].weight_scale", "parts[0].bias", "parts[0].y"},
+       {"parts[1].weight", "parts[1].weight_scale", "parts[1].bias", "parts[1].y"},
+       {"parts[2].weight", "parts[2].weight_scale", "parts[2].bias", "parts[2].y"}}};
   LinearArgs args{
       .x = reader.tensor("x", from.x),
       .x_scale = reader.tensor("x_scale", from.x_scale),
@@ -224,10 +231,11 @@ LinearArgs read(Reader& reader, const vivace_linear_args& from) {
       .workspace = reader.output("workspace", from.workspace)};
   for (int p = 0; p < args.part_count; ++p) {
     const vivace_linear_part& part = from.parts[p];
-    args.parts[static_cast<size_t>(p)] = {.weight = reader.tensor("weight", part.weight),
-                                          .weight_scale = reader.tensor("weight_scale", part.weight_scale),
-                                          .bias = reader.tensor("bias", part.bias),
-                                          .y = reader.output("y", part.y)};
+    const Names& name = kNames[static_cast<size_t>(p)];
+    args.parts[static_cast<size_t>(p)] = {.weight = reader.tensor(name.weight, part.weight),
+                                          .weight_scale = reader.tensor(name.weight_scale, part.weight_scale),
+                                          .bias = reader.tensor(name.bias, part.bias),
+                                          .y = reader.output(name.y, part.y)};
   }
   return args;
 }

@@ -243,7 +243,8 @@ static void test_context(void) {
   CHECK_FAILS(vivace_context_create(NULL, NULL), VIVACE_INVALID_ARGUMENT, "context is null");
   vivace_context_options options = {
       .struct_bytes = sizeof(options), .threads = 2, .prefer = "rms_norm=nothing"};
-  CHECK_FAILS(vivace_context_create(&options, &context), VIVACE_NOT_FOUND, "rms_norm has no row 'nothing'");
+  CHECK_FAILS(vivace_context_create(&options, &context), VIVACE_NOT_FOUND,
+              "vivace_context_create: prefer: rms_norm has no row 'nothing'");
   options.prefer = "rms_norm";
   CHECK_FAILS(vivace_context_create(&options, &context), VIVACE_INVALID_ARGUMENT, "OP=ROW");
   options.prefer = "rms_norm=reference";
