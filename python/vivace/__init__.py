@@ -30,7 +30,8 @@ def operators() -> list[dict[str, Any]]:
 def counts() -> list[dict[str, Any]]:
     """How often each row ran in this process since vivace.configure: [{"op", "row", "calls"}]."""
     import ctypes
-    return _library.text_of(_library.LIBRARY.vivace_context_counts, ctypes.c_void_p(_library.context()))
+    context = _library.context()
+    return _library.text_of(_library.LIBRARY.vivace_context_counts, ctypes.c_void_p(context.handle))
 
 
 def build() -> dict[str, Any]:

@@ -5,6 +5,8 @@ anything that speaks DLPack; neither NumPy nor torch is imported before an array
 from __future__ import annotations
 
 import ctypes
+import operator
+import reprlib
 import struct
 import sys
 import threading
@@ -29,6 +31,32 @@ def pack(address: int, dtype: int, device: int, ordinal: int, shape: Sequence[in
     if rank > MAX_RANK:
         raise ValueError(f"vivace: an array has {rank} dimensions, at most {MAX_RANK} are known")
     return _PACK[rank](address, dtype, rank, device, ordinal, *shape, *strides)
+
+
+def whole(what: str, value: Any, low: int, high: int) -> int:
+    """`value`, where it is a whole number from `low` to `high`."""
+    if type(value) is int and low <= value <= high:
+        return value
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is {shown(value)}, needs a whole number") from None
+    if not low <= number <= high:
+        raise ValueError(f"{what} is {shown(number)}, needs {low} to {high}")
+    return number
+
+
+def _extents(what: str, shape: Any) -> tuple[int, ...]:
+    try:
+        extents = tuple(shape)
+    except TypeError:
+        raise TypeError(f"{what} is {shown(shape)}, needs a tuple of whole numbers") from None
+    return tuple(whole(f"{what}[{i}]", extent, 0, 2**62) for i, extent in enumerate(extents))
+
+
+def shown(value: Any) -> str:
+    """A value in a message, shortened where it is long."""
+    return reprlib.repr(value)
 
 
 class Typed:

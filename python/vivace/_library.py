@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import struct
+import sys
 import threading
 from typing import Any, Callable, NamedTuple
 
@@ -25,6 +26,7 @@ def _load() -> ctypes.CDLL:
         raise ImportError(f"vivace: {path} has version {library.vivace_abi_version()} of the C ABI, this package needs "
                           f"{ABI_VERSION}: they come from different builds")
     library.vivace_version.restype = library.vivace_last_error.restype = ctypes.c_char_p
+    library.vivace_context_destroy.restype, library.vivace_context_destroy.argtypes = None, [ctypes.c_void_p]
     library.vivace_decode_schedule_ints.restype = ctypes.c_int64
     library.vivace_decode_schedule_ints.argtypes = [ctypes.c_int64, ctypes.c_int64]
     return library
@@ -35,10 +37,11 @@ LIBRARY = _load()
 _EXCEPTIONS = {1: ValueError, 2: NotImplementedError, 3: ValueError, 5: MemoryError}
 
 
-def check(code: int) -> None:
-    """Raises what a code means, with the library's message."""
+def check(code: int, place: tuple[str, str] = ("", "")) -> None:
+    """Raises what a code means, with the library's message. `place` is what it calls itself, and what Python calls it."""
     if code:
-        raise _EXCEPTIONS.get(code, RuntimeError)(LIBRARY.vivace_last_error().decode("utf-8", "replace"))
+        message = LIBRARY.vivace_last_error().decode("utf-8", "replace")
+        raise _EXCEPTIONS.get(code, RuntimeError)(message.replace(*place, 1))
 
 
 def text_of(function: Any, *args: Any) -> Any:
@@ -54,31 +57,39 @@ class _ContextOptions(ctypes.Structure):
     _fields_ = [("struct_bytes", ctypes.c_size_t), ("threads", ctypes.c_int64), ("prefer", ctypes.c_char_p), ("threads_of", ctypes.c_void_p)]
 
 
-def _make_context(threads: int, prefer: str) -> int:
-    running = _running.get(threads)
-    options = _ContextOptions(ctypes.sizeof(_ContextOptions), 0 if running else threads, prefer.encode() if prefer else None, running)
-    context = ctypes.c_void_p()
-    check(LIBRARY.vivace_context_create(ctypes.byref(options), ctypes.byref(context)))
-    made = context.value or 0
-    _running.setdefault(threads, made)
-    return made
+class Context:
+    """A context of the library. What runs calls with it holds it, and it goes with the last of them."""
+
+    def __init__(self, threads: int, prefer: str, running: Context | None) -> None:
+        self.threads, self._process = threads, os.getpid()
+        shared = running.handle if running is not None and running.threads == threads else None
+        options = _ContextOptions(ctypes.sizeof(_ContextOptions), 0 if shared else threads, prefer.encode() or None, shared)
+        handle = ctypes.c_void_p()
+        code = LIBRARY.vivace_context_create(ctypes.byref(options), ctypes.byref(handle))
+        check(code, ("vivace_context_create", "vivace.configure"))
+        self.handle = handle.value or 0
+
+    def __del__(self, getpid: Any = os.getpid, ends: Any = sys.is_finalizing, destroy: Any = LIBRARY.vivace_context_destroy) -> None:
+        # Not in a forked child, which has the memory without the threads; nor while Python ends, when modules are gone already.
+        if not ends() and getattr(self, "handle", 0) and self._process == getpid():
+            destroy(self.handle)
 
 
-_running: dict[int, int] = {}  # a context for each number of threads, which later ones of that number share
 _lock = threading.Lock()
-_options = {"threads": 0, "prefer": ""}
-_context: int | None = None
+_options: dict[str, Any] = {"threads": 0, "prefer": ""}
+_context: Context | None = None
 
 
-def context() -> int:
-    """The context of this process, made when first needed. Contexts that were replaced live on, since calls may be using them, and so
-    do their threads, once for each number that was asked for."""
+def context() -> Context:
+    """The context of this process, made when first needed."""
     global _context
-    if _context is None:
+    found = _context
+    if found is None:
         with _lock:
             if _context is None:
-                _context = _make_context(**_options)
-    return _context
+                _context = Context(**_options, running=None)
+            found = _context
+    return found
 
 
 def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
@@ -89,20 +100,24 @@ def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
              refuse is an error with their reasons. "": each table's order.
     """
     global _context, _streams
+    wanted: dict[str, Any] = {}
+    if threads is not None:
+        wanted["threads"] = _arrays.whole("vivace.configure: threads", threads, 0, 1024)
+    if prefer is not None:
+        if not isinstance(prefer, str) or "\0" in prefer:
+            raise (ValueError if isinstance(prefer, str) else TypeError)(f"vivace.configure: prefer is {prefer!r}, needs text such as "
+                                                                         "'linear=cpu.f32'")
+        wanted["prefer"] = prefer
     with _lock:
-        wanted = dict(_options)
-        if threads is not None:
-            wanted["threads"] = threads
-        if prefer is not None:
-            wanted["prefer"] = prefer
-        _context = _make_context(**wanted)
+        wanted = {**_options, **wanted}
+        _context = Context(**wanted, running=_context)
         _options.update(wanted)
         _streams = {}  # after the context: who finds these streams finds it too
 
 
 def _after_fork() -> None:
-    global _context, _lock, _running, _streams
-    _context, _lock, _running, _streams = None, threading.Lock(), {}, {}  # the parent's threads are not here
+    global _context, _lock, _streams
+    _context, _lock, _streams = None, threading.Lock(), {}  # the parent's threads are not here
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -110,16 +125,24 @@ os.register_at_fork(after_in_child=_after_fork)
 # --- streams -----------------------------------------------------------------------------------------------------------------
 
 _STREAM = struct.Struct("=iiiiQQ")
-_streams: dict[tuple[int, ...] | None, bytes] = {}
+_streams: dict[tuple[int, ...] | None, Stream] = {}
 
 
-def stream_bytes(place: tuple[int, ...] | None) -> bytes:
-    """A vivace_stream: the CPU for None, else (ordinal, handle) of a CUDA stream, in questions also its compute capability."""
+class Stream(bytes):
+    """A vivace_stream, and the context that it points to."""
+
+    context: Context
+
+
+def stream_bytes(place: tuple[int, ...] | None) -> Stream:
+    """The CPU for None, else (ordinal, handle) of a CUDA stream, in questions also its compute capability."""
     streams = _streams  # configure puts another in its place: what is added here late is then found by nobody
     found = streams.get(place)
     if found is None:
         ordinal, handle, *capability = place or (0, 0)
-        found = _STREAM.pack(_arrays.CPU if place is None else _arrays.CUDA, ordinal, *(capability or (0,)), 0, handle, context())
+        owner = context()
+        found = Stream(_STREAM.pack(_arrays.CPU if place is None else _arrays.CUDA, ordinal, *(capability or (0,)), 0, handle, owner.handle))
+        found.context = owner
         if len(streams) > 256:  # handles of streams that are gone
             streams.clear()
         streams[place] = found
@@ -209,11 +232,11 @@ class Entry:
                 return wrong(f"{self.operator.name}: {argument.name} is {value!r}, needs {needs}")
         return RuntimeError(f"{self.operator.name}: numbers that fit were refused")
 
-    def _call(self, values: tuple) -> tuple[list[bytes], bytes]:
+    def _call(self, values: tuple) -> tuple[list[bytes], Stream]:
         framework = _arrays.framework_of(values[0])
         return self._parts(values, framework), stream_bytes(framework.place(values[0]))
 
-    def objects(self, exchange: int, stream_of: Callable[[Any], int]) -> Callable[[tuple], None]:
+    def objects(self, exchange: int, stream_of: Callable[[Any], int], owner: Context | None = None) -> Callable[[tuple], None]:
         """A way to run the operator on tensor objects of a library with DLPack's C exchange: they are taken apart in C. The values
         have to be such objects, None or numbers, and a workspace is given; stream_of says on which stream, from the first of them.
         Python's lock is held, since the objects are looked at.
@@ -228,10 +251,11 @@ class Entry:
             at += _arrays.TENSOR_BYTES if kind == "tensor" else 8
         array = (ctypes.c_int64 * len(places))(*places)
         run = ctypes.cast(getattr(LIBRARY, f"vivace_{operator.name}"), ctypes.c_void_p).value
-        site = _ObjectCall(run, exchange, id(None), context(), at, len(places), ctypes.cast(array, ctypes.c_void_p).value)
+        owner = owner or context()
+        site = _ObjectCall(run, exchange, id(None), owner.handle, at, len(places), ctypes.cast(array, ctypes.c_void_p).value)
         pointer = ctypes.addressof(site)
 
-        def call(values: tuple, _kept: tuple = (array, site)) -> None:
+        def call(values: tuple, _kept: tuple = (array, site, owner)) -> None:
             numbers = list(values)
             for i in tensors:
                 numbers[i] = id(values[i])

@@ -83,7 +83,7 @@ def _stream(tensor: torch.Tensor) -> int:
 
 
 EXCHANGE = _exchange()
-_quick: dict[tuple[str, int], Any] = {}
+_quick: dict[str, tuple[_library.Context, Any]] = {}
 _PLAIN_OR_NUMBER = {torch.Tensor, torch.nn.Parameter, type(None), int, float}
 
 
@@ -94,11 +94,10 @@ def quick(name: str, values: tuple) -> Any:
     place = OPERATORS[name].workspace
     if place is not None and values[place] is None:
         return None
-    key = (name, _library.context())
-    call = _quick.get(key)
-    if call is None:
-        call = _quick[key] = _library.ENTRIES[name].objects(EXCHANGE, _stream)
-    return call
+    context, found = _library.context(), _quick.get(name)
+    if found is None or found[0] is not context:
+        found = _quick[name] = context, _library.ENTRIES[name].objects(EXCHANGE, _stream, context)
+    return found[1]
 
 
 def run(name: str, values: tuple) -> None:

@@ -334,6 +334,50 @@ class Processes(unittest.TestCase):
                 "assert threads() <= before + 2, (before, threads())\n")
         subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
+    def test_settings_leave_nothing_behind(self):
+        code = ("import os, threading, numpy as np, vivace\n"
+                "def threads(): return len(os.listdir('/proc/self/task'))\n"
+                "def kib(): return int(open('/proc/self/statm').read().split()[1]) * 4\n"
+                "x, w, done = np.ones((2, 8), 'float32'), np.ones(8, 'float32'), []\n"
+                "def work():\n"
+                "    while not done: vivace.rms_norm(x, w)\n"
+                "worker = threading.Thread(target=work)\n"
+                "worker.start()\n"  # calls under way while settings change
+                "for i in range(20): vivace.configure(threads=64, prefer=('linear=reference', 'rms_norm=cpu')[i % 2])\n"
+                "before = threads(), kib()\n"
+                "for i in range(2000): vivace.configure(threads=64)\n"
+                "for i in range(2000): vivace.configure(prefer=('linear=reference', 'rms_norm=cpu')[i % 2])\n"
+                "for i in range(40): vivace.configure(threads=i)\n"
+                "vivace.configure(threads=64)\n"
+                "done.append(1)\n"
+                "worker.join()\n"
+                "assert threads() <= before[0] - 1, (before, threads())\n"
+                "assert kib() < before[1] + 4096, (before, kib())\n"  # a context each: 16 MB
+                "child = os.fork()\n"  # which has none of the threads
+                "if child == 0:\n"
+                "    vivace.configure(threads=2)\n"
+                "    vivace.rms_norm(x, w)\n"
+                "    os._exit(0)\n"
+                "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+                "import sys\n"
+                "sys.kept = vivace._library.context()\n")  # until Python's modules are gone
+        ended = subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.PIPE, text=True)
+        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+
+    def test_threads_that_the_system_does_not_start(self):
+        code = ("import resource, vivace\n"
+                "vivace.configure(threads=2)\n"
+                "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+                "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))\n"  # far less than 1,024 stacks
+                "try:\n"
+                "    vivace.configure(threads=1024)\n"
+                "except RuntimeError as error:\n"
+                "    assert str(error).startswith('vivace.configure: threads is 1024, more than the system starts now'), error\n"
+                "else:\n"
+                "    raise AssertionError('1024 threads run')\n"
+                "vivace.configure(threads=3)\n")
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
     def test_settings_hold_from_their_return_on(self):
         x, weight, done = np.ones((1, 8), "float32"), np.ones(8, "float32"), threading.Event()
 
