@@ -4,7 +4,8 @@
     y = vivace.rms_norm(numpy.ones((2, 8), "float32"), numpy.ones(8, "float32"))
 
 Neither NumPy nor torch is imported until arrays of theirs arrive. Errors are ValueError (an argument is wrong),
-NotImplementedError (nothing here can do it), MemoryError and RuntimeError, each with the argument, its value and what would fit.
+TypeError (it is not even an array, a number ...), NotImplementedError (nothing here can do it), MemoryError and RuntimeError, each with the
+operator, the argument, its value and what would fit.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ DTYPES = {"f32": 1, "f16": 2, "bf16": 3, "fp8_e4m3": 4, "u8": 5, "i32": 6, "i64"
           "q4_0": 16, "q4_1": 17, "q8_0": 18, "q4_k": 19, "q6_k": 20}
 _BLOCKS = {"q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
 
+AN_ARRAY = "vivace: an array"  # begins what is wrong with one, until who knows its name puts that there
+NOTHING_BESIDE = "vivace: nothing is allocated beside"
+
 # A vivace_tensor of each rank: pointer, type, rank, device, ordinal, shape, strides.
 _PACK = [struct.Struct(f"=Qiiii{rank}q{8 * (MAX_RANK - rank)}x{rank}q{8 * (MAX_RANK - rank)}x").pack
          for rank in range(MAX_RANK + 1)]
@@ -29,7 +32,7 @@ _PACK = [struct.Struct(f"=Qiiii{rank}q{8 * (MAX_RANK - rank)}x{rank}q{8 * (MAX_R
 def pack(address: int, dtype: int, device: int, ordinal: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
     rank = len(shape)
     if rank > MAX_RANK:
-        raise ValueError(f"vivace: an array has {rank} dimensions, at most {MAX_RANK} are known")
+        raise ValueError(f"{AN_ARRAY} has {rank} dimensions, at most {MAX_RANK} are known")
     return _PACK[rank](address, dtype, rank, device, ordinal, *shape, *strides)
 
 
@@ -67,10 +70,16 @@ class Typed:
     __slots__ = ("array", "dtype", "shape")
 
     def __init__(self, array: Any, dtype: str, shape: Sequence[int] | None = None) -> None:
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ValueError(f"vivace.Typed: dtype is {dtype!r}, needs one of {', '.join(DTYPES)}")
+        try:
+            numpy = framework_of(array) is NUMPY
+        except TypeError as error:
+            raise TypeError(str(error).replace(AN_ARRAY, "vivace.Typed: array", 1)) from None
+        if not numpy:
+            raise TypeError(f"vivace.Typed: array is a {type(array).__module__}.{type(array).__name__}, needs NumPy's")
         self.array, self.dtype = array, dtype
-        self.shape = tuple(array.shape if shape is None else shape)
+        self.shape = array.shape if shape is None else _extents("vivace.Typed: shape", shape)
         size = array.dtype.itemsize
         if dtype in _BLOCKS:
             elements, block = _BLOCKS[dtype]
@@ -106,12 +115,13 @@ class Shape:
     __slots__ = ("shape", "dtype", "device", "compute_capability", "_ordinal")
 
     def __init__(self, shape: Sequence[int], dtype: str, device: str = "cpu", compute_capability: int = 0) -> None:
-        kind, colon, ordinal = device.partition(":")
-        if dtype not in DTYPES or not (device == "cpu" or kind == "cuda" and (ordinal.isdecimal() if colon else True)):
+        kind, colon, ordinal = str(device).partition(":")
+        if not isinstance(dtype, str) or dtype not in DTYPES or not (device == "cpu" or kind == "cuda" and (ordinal.isdecimal() if colon else True)):
             raise ValueError(f"vivace.Shape: dtype is {dtype!r} and device {device!r}, needs one of {', '.join(DTYPES)}, and 'cpu', 'cuda' or "
                              "'cuda:N'")
         self._ordinal = int(ordinal or 0)
-        self.shape, self.dtype, self.device, self.compute_capability = tuple(shape), dtype, device, compute_capability
+        self.shape, self.dtype, self.device = _extents("vivace.Shape: shape", shape), dtype, device
+        self.compute_capability = whole("vivace.Shape: compute_capability", compute_capability, 0, 1000)
 
     def __repr__(self) -> str:
         return f"vivace.Shape({self.shape}, {self.dtype!r}, {self.device!r})"
@@ -138,7 +148,7 @@ _numpy_codes: dict[Any, int] = {}
 def _numpy_code(dtype: Any) -> int:
     code = _NUMPY_NAMES.get(dtype.name)
     if code is None or not dtype.isnative:
-        raise ValueError(f"vivace: a NumPy array has the type {dtype}, needs one of {', '.join(_NUMPY_NAMES)}, or vivace.Typed")
+        raise ValueError(f"{AN_ARRAY} is of type {dtype}, needs one of {', '.join(_NUMPY_NAMES)}, or vivace.Typed")
     _numpy_codes[dtype] = code
     return code
 
@@ -152,7 +162,7 @@ def _describe_numpy(array: Any, code: int = 0) -> bytes:
     size = dtype.itemsize
     strides = [step // size for step in array.strides]
     if any(step % size for step in array.strides):
-        raise ValueError(f"vivace: a NumPy array has strides of {array.strides} bytes, needs multiples of its {size} bytes an element")
+        raise ValueError(f"{AN_ARRAY} has strides of {array.strides} bytes, needs multiples of its {size} bytes an element")
     return pack(_address(array), code or _numpy_codes.get(dtype) or _numpy_code(dtype), CPU, 0, array.shape, strides)
 
 
@@ -202,7 +212,7 @@ def _exported(array: Any, options: dict[str, Any]) -> tuple[Any, _DLTensor, int]
     address = _capsule_pointer(capsule, b"dltensor_versioned")
     major, minor, _, _, flags = _VERSIONED.unpack(ctypes.string_at(address, _VERSIONED.size))
     if major != 1:
-        raise ValueError(f"vivace: an array comes in version {major}.{minor} of DLPack, needs 1")
+        raise ValueError(f"{AN_ARRAY} comes in version {major}.{minor} of DLPack, needs 1")
     return capsule, _DLTensor.from_address(address + _VERSIONED.size), flags
 
 
@@ -210,12 +220,12 @@ def _describe_dlpack(array: Any) -> Described:
     kind, ordinal = array.__dlpack_device__()
     device = _DL_DEVICES.get(kind)
     if device is None:
-        raise ValueError(f"vivace: an array lies on a device of DLPack's kind {kind}, needs 1 (CPU) or 2 (CUDA)")
+        raise ValueError(f"{AN_ARRAY} lies on a device of DLPack's kind {kind}, needs 1 (CPU) or 2 (CUDA)")
     # The library that made the array orders its own work before this stream; the legacy default stream is 1 there.
     capsule, tensor, flags = _exported(array, {} if device == CPU else {"stream": current_stream() or 1})
     code = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if code is None:
-        raise ValueError(f"vivace: an array has DLPack's type ({tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes), which is unknown here")
+        raise ValueError(f"{AN_ARRAY} has DLPack's type ({tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes), which is unknown here")
     shape = tensor.shape[:tensor.ndim]
     if tensor.strides:
         strides = tensor.strides[:tensor.ndim]
@@ -247,7 +257,7 @@ def use_stream(handle: int) -> Iterator[None]:
     integer). torch's tensors always use torch's current stream.
     """
     before = current_stream()
-    _local.stream = handle
+    _local.stream = whole("vivace.use_stream: handle", handle, 0, 2**64 - 1)
     try:
         yield
     finally:
@@ -276,7 +286,7 @@ def _dlpack_place(array: Any) -> tuple[int, int] | None:
 
 
 def _dlpack_empty(array: Any, shape: Sequence[int], dtype: str) -> Any:
-    raise TypeError(f"vivace: outputs and workspaces beside a {type(array).__module__}.{type(array).__name__} have to be given")
+    raise TypeError(f"{NOTHING_BESIDE} a {type(array).__module__}.{type(array).__name__}, which has DLPack alone")
 
 
 NUMPY = Framework(_describe_numpy, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
@@ -296,20 +306,23 @@ FRAMEWORKS: dict[type, Framework] = {Typed: TYPED, Shape: SHAPE}
 def framework_of(array: Any) -> Framework:
     kind = type(array)
     found = FRAMEWORKS.get(kind)
-    return found if found is not None else _find(kind)
+    return found if found is not None else _find(kind, array)
 
 
-def _find(kind: type) -> Framework:
+def _find(kind: type, array: Any) -> Framework:
     modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if "torch" in modules and issubclass(kind, sys.modules["torch"].Tensor):
         from . import torch_ops
         FRAMEWORKS[kind] = torch_ops.TORCH
+    elif any(base.__name__ == "MaskedArray" for base in kind.__mro__):
+        raise TypeError(f"{AN_ARRAY} has a mask, which would be ignored, needs one without: numpy.ma.filled makes it")
     elif "numpy" in modules and issubclass(kind, sys.modules["numpy"].ndarray):
         FRAMEWORKS[kind] = NUMPY
     elif hasattr(kind, "__dlpack__"):
         FRAMEWORKS[kind] = DLPACK
     else:
-        raise TypeError(f"vivace: a {kind.__module__}.{kind.__name__} is no array: needs NumPy's, torch's, or one with __dlpack__")
+        what = shown(array) if array is None else f"the {kind.__name__} {shown(array)}"
+        raise TypeError(f"{AN_ARRAY} is {what}, needs an array of NumPy's or torch's, or one with __dlpack__")
     return FRAMEWORKS[kind]
 
 

@@ -204,14 +204,18 @@ class Entry:
         """The arguments as the struct's bytes, one item for each value; `framework` is that of the first."""
         kind, describe, other = type(values[0]), framework.describe, _arrays.describe
         parts = [self._header] + [_NOTHING] * len(values)
-        for i in self._tensors:
-            value = values[i]
-            if value is None:
-                parts[i + 1] = _ABSENT_TENSOR
-            elif type(value) is kind:
-                parts[i + 1] = describe(value)
-            else:
-                parts[i + 1] = other(value)
+        try:
+            for i in self._tensors:
+                value = values[i]
+                if value is None:
+                    parts[i + 1] = _ABSENT_TENSOR
+                elif type(value) is kind:
+                    parts[i + 1] = describe(value)
+                else:
+                    parts[i + 1] = other(value)
+        except (TypeError, ValueError) as error:
+            name = self.operator.arguments[i].said
+            raise type(error)(str(error).replace(_arrays.AN_ARRAY, f"{self.operator.name}: {name}", 1)) from None
         try:
             for first, end, pack in self._numbers:
                 parts[first + 1] = pack(*values[first:end])
@@ -229,7 +233,7 @@ class Entry:
                 struct.pack("=d" if argument.kind == "float" else "=q", value)
             except (struct.error, OverflowError):
                 wrong = ValueError if isinstance(value, int) else TypeError
-                return wrong(f"{self.operator.name}: {argument.name} is {value!r}, needs {needs}")
+                return wrong(f"{self.operator.name}: {argument.said} is {_arrays.shown(value)}, needs {needs}")
         return RuntimeError(f"{self.operator.name}: numbers that fit were refused")
 
     def _call(self, values: tuple) -> tuple[list[bytes], Stream]:
@@ -265,6 +269,7 @@ class Entry:
                 raise self._unfit(values) from None
             code = _call_objects(pointer, packed, stream_of(values[0]))
             if code:
+                self._parts(values, _arrays.framework_of(values[0]))  # names what the exchange cannot take apart
                 check(code)
 
         return call
@@ -290,7 +295,7 @@ class Entry:
             if why is None and on_cpu and values[i] is not None and not _arrays.framework_of(values[i]).writable(values[i]):
                 why = "is read-only"
             if why is not None:
-                raise ValueError(f"{self.operator.name}: {self.operator.arguments[i].name} is written, but the array {why}")
+                raise ValueError(f"{self.operator.name}: {self.operator.arguments[i].said} is written, but the array {why}")
 
     def _needed(self, args: bytes, stream: bytes) -> int:
         needed = ctypes.c_int64()

@@ -7,6 +7,7 @@ struct's pointer arguments have the type "pointer"; Python always gives null.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 _SCALED = "y! y_scale?! y_scaling:int"
@@ -48,6 +49,11 @@ class Argument(NamedTuple):
     kind: str  # tensor, int, float or pointer
     optional: bool
     written: bool
+
+    @property
+    def said(self) -> str:
+        """Its name in messages, as the library writes it."""
+        return re.sub(r"^parts_(\d)_", r"parts[\1].", self.name).replace("params_", "params.")
 
 
 class Operator(NamedTuple):

@@ -18,8 +18,9 @@ import sys
 from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
 
 from . import _arrays, _library
-from ._arrays import dtype_of, empty, zeros
+from ._arrays import dtype_of, empty, shown, whole, zeros
 from ._library import Choice, Cost
+from ._words import REFUSALS, refusal, worded
 
 Array = Any  # NumPy's, torch's, vivace.Typed, or anything with __dlpack__
 
@@ -32,7 +33,7 @@ R = TypeVar("R")
 
 def _choice_of(place: str, value: str, names: dict[str, int]) -> int:
     if value not in names:
-        raise ValueError(f"{place} is {value!r}, needs one of {', '.join(map(repr, names))}")
+        raise ValueError(f"{place} is {shown(value)}, needs one of {', '.join(map(repr, names))}")
     return names[value]
 
 
@@ -40,81 +41,99 @@ class Operator(Generic[P, R]):
     """An operator that can be called, and asked about a call.
 
     `build` checks and allocates: it returns the arguments in the order of the library's struct, and beside them what its annotation
-    says, which is what the call returns.
+    says, which is what the call returns. `dims` has how many dimensions the arrays have that it takes apart, `names` what it calls an
+    argument that the library calls otherwise.
     """
 
-    def __init__(self, name: str, build: Callable[P, R]) -> None:
+    def __init__(self, name: str, build: Callable[P, R], dims: dict[str, int], names: dict[str, str]) -> None:
         self.name = name
         self._build: Any = build
+        self._dims, self._names = dims, names
         functools.update_wrapper(self, build)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        values, result = self._built(args, kwargs)
-        torch_ops = sys.modules.get("vivace.torch_ops")
-        if torch_ops is not None and isinstance(values[0], torch_ops.torch.Tensor):
-            torch_ops.run(self.name, values)
-        else:
-            _library.ENTRIES[self.name].run(values)
+        try:
+            values, result = self._build(*args, **kwargs)
+            torch_ops = sys.modules.get("vivace.torch_ops")
+            if torch_ops is not None and isinstance(values[0], torch_ops.torch.Tensor):
+                torch_ops.run(self.name, values)
+            else:
+                _library.ENTRIES[self.name].run(values)
+        except REFUSALS as error:
+            raise refusal(error, self.name, self._build, args, kwargs, self._dims, self._names, True) from None
         return result
 
-    def _built(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    def _asked(self, question: Callable[[tuple], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
-            return self._build(*args, **kwargs)
-        except AttributeError as error:
-            _arrays.framework_of(error.obj)  # TypeError: it is no array
-            raise
+            return question(self._build(*args, **kwargs)[0])
+        except REFUSALS as error:
+            raise refusal(error, self.name, self._build, args, kwargs, self._dims, self._names, False) from None
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
         """Which row would run this call, and why those before it would not."""
-        return _library.ENTRIES[self.name].explain(self._built(args, kwargs)[0])
+        return self._asked(_library.ENTRIES[self.name].explain, args, kwargs)
 
     def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost:
         """What this call must move and compute at least."""
-        return _library.ENTRIES[self.name].cost(self._built(args, kwargs)[0])
+        return self._asked(_library.ENTRIES[self.name].cost, args, kwargs)
 
     def workspace_bytes(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """The scratch that this call needs."""
-        return _library.ENTRIES[self.name].workspace_bytes(self._built(args, kwargs)[0])
+        return self._asked(_library.ENTRIES[self.name].workspace_bytes, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<vivace operator {self.name}>"
 
 
-def _operator(build: Callable[P, R]) -> Operator[P, R]:
-    return Operator(build.__name__, build)
+def _operator(dims: dict[str, int], **names: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    return lambda build: Operator(build.__name__, build, dims, names)
+
+
+def _scaling(place: str, scaling: str, name: str, array: Array) -> int:
+    code = _SCALING.get(scaling)
+    if code == 0:
+        return 0
+    code = _choice_of(f"{place}: scaling", scaling, _SCALING)
+    if dtype_of(array) != "fp8_e4m3":
+        raise ValueError(f"{place}: scaling is {scaling!r}, which is for fp8, needs 'tensor': {name} is {dtype_of(array)}")
+    return code
 
 
 def _blocks(width: int) -> int:
     return (width + _BLOCK - 1) // _BLOCK
 
 
+@worded("vivace.empty_scale")
 def empty_scale(like: Array, shape: Sequence[int], scaling: str) -> Array:
     """Where the scales of an fp8 array of this shape go that an operator makes: "token" or "block"."""
-    extents = {"token": tuple(shape[:1]), "block": (shape[0], _blocks(shape[-1]))}
-    if scaling not in extents:
-        raise ValueError(f"vivace.empty_scale: scaling is {scaling!r}, needs 'token' or 'block'")
-    return empty(like, extents[scaling], "f32")
+    if scaling not in ("token", "block"):
+        raise ValueError(f"vivace.empty_scale: scaling is {shown(scaling)}, needs 'token' or 'block'")
+    if len(shape) != 2:
+        raise ValueError(f"vivace.empty_scale: shape is {tuple(shape)}, needs two extents")
+    tokens, width = (whole(f"vivace.empty_scale: shape[{i}]", extent, 0, 2**31 - 1) for i, extent in enumerate(shape))
+    return empty(like, (tokens,) if scaling == "token" else (tokens, _blocks(width)), "f32")
 
 
-@_operator
+@_operator({}, y="out", y_scale="out_scale")
 def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: float = 1e-6, out: Array | None = None,
              out_scale: Array | None = None, scaling: str = "tensor") -> Array:
     """residual += x and v = residual, or v = x; then out = v / sqrt(mean(v * v) + eps) * weight.
 
     x, residual, out  [tokens, hidden], f32 or bf16; out also fp8, then with out_scale; residual is updated in place
     weight            [hidden], f32, f16 or bf16
+    scaling           of fp8 out alone
     out_scale         f32: [1], given, for scaling "tensor"; [tokens], made, for "token"; [tokens, ceil(hidden / 128)], made, for "block"
     """
     if out is None:
         out = empty(x, x.shape, dtype_of(x))
-    return (x, residual, weight, out, out_scale, _choice_of("rms_norm: scaling", scaling, _SCALING), eps), out
+    return (x, residual, weight, out, out_scale, _scaling("rms_norm", scaling, "out", out), eps), out
 
 
 def _linear_values(x: Array, x_scale: Array | None, parts: Sequence[tuple], scaling: str, exact: bool, batch_invariant: bool,
                    workspace: Array | None) -> tuple:
     absent = ((None, None, None, None),) * (3 - len(parts))
     flat = [value for part in (*parts, *absent) for value in part]
-    return (x, x_scale, *flat, workspace, len(parts), _choice_of("linear: scaling", scaling, _SCALING), int(exact),
+    return (x, x_scale, *flat, workspace, len(parts), _scaling("linear", scaling, "x", x), int(exact),
             int(batch_invariant))
 
 
@@ -122,7 +141,10 @@ def _product_dtype(x: Array, out_dtype: str | None) -> str:
     return out_dtype or ("bf16" if dtype_of(x) in ("bf16", "fp8_e4m3") else "f32")
 
 
-@_operator
+_PART = r"parts\[0\]\."  # which the library calls those of a single weight too
+
+
+@_operator({"x": 2, "weight": 2}, **{_PART + "y": "out", _PART: ""})
 def linear(x: Array, weight: Array, bias: Array | None = None, *, x_scale: Array | None = None, weight_scale: Array | None = None,
            scaling: str = "tensor", exact: bool = False, batch_invariant: bool = False, out: Array | None = None,
            out_dtype: str | None = None, workspace: Array | None = None) -> Array:
@@ -149,14 +171,20 @@ def _linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | N
         raise ValueError(f"linear: there are {count} weights, needs 1 to 3")
     if outs is None:
         outs = [empty(x, (x.shape[0], weight.shape[0]), _product_dtype(x, out_dtype)) for weight in weights]
-    parts = list(zip(weights, weight_scales or [None] * count, biases or [None] * count, outs, strict=True))
+    lists = (weights, weight_scales or [None] * count, biases or [None] * count, outs)
+    try:
+        parts = list(zip(*lists, strict=True))
+    except ValueError:
+        raise ValueError(f"linear: weights, weight_scales, biases and outs have {', '.join(str(len(given)) for given in lists)} items, need "
+                         f"as many as there are weights") from None
     return _linear_values(x, x_scale, parts, scaling, exact, batch_invariant, workspace), tuple(outs)
 
 
-linear_parts = Operator("linear", _linear_parts)
+linear_parts = Operator("linear", _linear_parts, {"x": 2}, {r"parts\[(\d)\]\.y": r"outs[\1]", r"parts\[(\d)\]\.bias": r"biases[\1]",
+                                                          r"parts\[(\d)\]\.(\w+)": r"\2s[\1]"})
 
 
-@_operator
+@_operator({"ids": 1, "table": 2}, y="out")
 def embedding(ids: Array, table: Array, *, out: Array | None = None, out_dtype: str | None = None) -> Array:
     """out[t] = table[ids[t]].
 
@@ -171,7 +199,7 @@ _QK_NORM = {"none": 0, "norm_then_rope": 1, "rope_then_norm": 2}
 _ROPE = {"neox": 0, "interleaved": 1}
 
 
-@_operator
+@_operator({"qkv": 2, "k": 4})
 def attention_prologue(qkv: Array, slots: Array, k: Array, v: Array, *, q_norm_weight: Array | None = None,
                        k_norm_weight: Array | None = None, cos_sin: Array | None = None, positions: Array | None = None,
                        qk_norm: str | None = None, rope_style: str = "neox", eps: float = 1e-6, q: Array | None = None,
@@ -190,7 +218,11 @@ def attention_prologue(qkv: Array, slots: Array, k: Array, v: Array, *, q_norm_w
     """
     heads_kv, head_dim = k.shape[2], k.shape[3]
     if q is None:
-        q = empty(qkv, (qkv.shape[0], qkv.shape[1] // max(head_dim, 1) - 2 * heads_kv, head_dim), q_dtype or dtype_of(qkv))
+        heads_q = qkv.shape[1] // max(head_dim, 1) - 2 * heads_kv
+        if heads_q < 0:
+            raise ValueError(f"attention_prologue: qkv.shape[1] is {qkv.shape[1]}, needs at least {2 * heads_kv * head_dim}, the keys and values "
+                             f"of {heads_kv} heads of {head_dim} (from k.shape)")
+        q = empty(qkv, (qkv.shape[0], heads_q, head_dim), q_dtype or dtype_of(qkv))
     if qk_norm is None:
         qk_norm = "none" if q_norm_weight is None else "norm_then_rope"
     return (qkv, q_norm_weight, k_norm_weight, cos_sin, positions, slots, q, k, v, q_scale, k_scale, v_scale,
@@ -204,7 +236,7 @@ def _attention_output(q: Array, out: Array | None) -> Array:
     return zeros(q, q.shape, "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
 
 
-@_operator
+@_operator({}, output="out")
 def attention_prefill(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, *,
                       q_scale: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
                       sinks: Array | None = None, softmax_scale: float = 0.0, window: int = 0, soft_cap: float = 0.0,
@@ -243,18 +275,19 @@ def decode_schedule_ints(max_requests: int, workers: int) -> int:
     return 16 + 4 * (workers + 1) + (workers + 7) // 8 * 8 + 4 * (max_requests + 1)  # in Python, so that torch can trace it
 
 
-@_operator
+@_operator({"kv_lengths": 1}, schedule="out")
 def decode_schedule(kv_lengths: Array, query_start: Array, params: DecodeScheduleParams, *, out: Array | None = None) -> Array:
     """Cuts the key tiles of all requests and KV heads into one run per worker: once per step and distinct window.
 
     kv_lengths  i32 [requests]        query_start  i32 [requests + 1]        out  i32, at least decode_schedule_ints() long
     """
     if out is None:
-        out = empty(kv_lengths, (decode_schedule_ints(kv_lengths.shape[0], params.workers),), "i32")
+        workers = whole("decode_schedule: params.workers", params.workers, 0, 2**30)
+        out = empty(kv_lengths, (decode_schedule_ints(kv_lengths.shape[0], workers),), "i32")
     return (kv_lengths, query_start, out, *params), out
 
 
-@_operator
+@_operator({}, output="out")
 def attention_decode(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, schedule: Array,
                      params: DecodeScheduleParams, *, q_scale: Array | None = None, k_scale: Array | None = None,
                      v_scale: Array | None = None, sinks: Array | None = None, softmax_scale: float = 0.0, window: int = 0,
@@ -270,6 +303,7 @@ def attention_decode(q: Array, k: Array, v: Array, page_table: Array, kv_lengths
             schedule, workspace, *params, max_query_tokens, int(old_keys_ready)), out
 
 
+@worded("attention_decode", k=4)
 def attention_decode_schedule_params(q: Array, k: Array, page_table: Array, *, q_scale: Array | None = None,
                                      k_scale: Array | None = None, v_scale: Array | None = None, max_query_tokens: int = 1,
                                      window: int = 0, piece_tiles: int = 0, tile_tokens: int = 64) -> DecodeScheduleParams:
@@ -311,12 +345,14 @@ class _RouterWeight(ctypes.Structure):
                 ("version", ctypes.c_uint64)]
 
 
+@worded("prepare_router_weight", running=True, weight=2)
 def prepare_router_weight(weight: Array, *, mode: str = "exact", version: int = 0) -> RouterWeight:
     """Splits a router weight [experts, hidden], f32, f16 or bf16, into its terms; at load time, once.
 
     mode     "exact": equal to the fp32 weight; "two_term": every weight within 2^-16 of its magnitude
     version  a number of the caller's for these contents, which router_gemm compares
     """
+    version = whole("prepare_router_weight: version", version, 0, 2**64 - 1)
     source = _RouterWeightSource(ctypes.sizeof(_RouterWeightSource), mode=_choice_of("prepare_router_weight: mode", mode, _ROUTER_MODES),
                                  version=version)
     if _arrays.place_of(weight) is not None:  # the split runs on the CPU; its terms go back to where the weight is
@@ -342,7 +378,7 @@ def prepare_router_weight(weight: Array, *, mode: str = "exact", version: int = 
     return RouterWeight(tuple(planes[:made.term_count]), mode, version, bool(made.scaled))
 
 
-@_operator
+@_operator({"x": 2}, scores="out")
 def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, weight_version: int | None = None,
                 batch_invariant: bool = False, weight_ready: bool = False, out: Array | None = None, out_dtype: str = "f32") -> Array:
     """out = x . weight^T + bias: the logits of a mixture-of-experts router, at fp32 accuracy on bf16 tensor cores.
@@ -357,7 +393,7 @@ def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, we
         raise ValueError(f"router_gemm: weight has {len(terms)} terms, needs 1 to 3: one made by prepare_router_weight")
     if out is None:
         out = empty(x, (x.shape[0], terms[0].shape[0]), out_dtype)
-    version = weight.version if weight_version is None else weight_version
+    version = weight.version if weight_version is None else whole("router_gemm: weight_version", weight_version, 0, 2**64 - 1)
     return (x, *terms, *((None,) * (3 - len(terms))), len(terms), int(weight.scaled),
             _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES), _signed(weight.version), bias, out,
             _signed(version), int(batch_invariant),
@@ -375,7 +411,7 @@ class Route(NamedTuple):
     zero_weight: Array | None = None
 
 
-@_operator
+@_operator({"scores": 2})
 def route_top_k(scores: Array, top_k: int, *, correction_bias: Array | None = None, live_tokens: Array | None = None,
                 scoring: str = "softmax", renormalise: bool = True, scale: float = 1.0, groups: int = 1, top_groups: int = 1,
                 zero_experts: int = 0, expert_ids: Array | None = None, expert_weights: Array | None = None,
@@ -388,8 +424,13 @@ def route_top_k(scores: Array, top_k: int, *, correction_bias: Array | None = No
     groups, top_groups                            experts form groups of neighbours, of which the best may be chosen from
     zero_experts     the last so many are identities: id -1, and their weights add up in zero_weight, f32 [tokens]
     live_tokens      i32 [1]: tokens from this number on are padding and choose nobody
+
+    NaN is below every number and is chosen only where nothing else is left, lowest ids first. A row of NaN alone has finite weights too:
+    equal ones under softmax, zero under "sigmoid".
     """
-    tokens = scores.shape[0]
+    tokens, experts = scores.shape
+    if expert_ids is None or expert_weights is None:
+        top_k = whole("route_top_k: top_k", top_k, 0, experts)
     ids = empty(scores, (tokens, top_k), "i32") if expert_ids is None else expert_ids
     weights = empty(scores, (tokens, top_k), "f32") if expert_weights is None else expert_weights
     if zero_experts > 0 and zero_weight is None:
@@ -410,7 +451,7 @@ class ExpertWeights(NamedTuple):
     act_scale: Array | None = None
 
 
-@_operator
+@_operator({}, y="out")
 def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_weights: Array, *, x_scale: Array | None = None,
               gate_up_scale: Array | None = None, down_scale: Array | None = None, act_scale: Array | None = None,
               block_offset: int = 0, shared: ExpertWeights | None = None, batch_invariant: bool = False, out: Array | None = None,
@@ -433,7 +474,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
             workspace, 0, 0, block_offset, int(batch_invariant)), out
 
 
-@_operator
+@_operator({"x": 2, "weight": 3}, y="out")
 def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array, *, x_scale: Array | None = None,
                  weight_scale: Array | None = None, batch_invariant: bool = False, out: Array | None = None,
                  out_dtype: str | None = None) -> Array:
@@ -450,7 +491,7 @@ def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array,
     return (x, weight, group_start, group_rows, x_scale, weight_scale, out, int(batch_invariant)), out
 
 
-@_operator
+@_operator({}, y="out", y_scale="out_scale")
 def silu_mul(gate: Array, up: Array, *, out: Array | None = None, out_scale: Array | None = None, scaling: str = "tensor") -> Array:
     """out = silu(gate) * up.
 
@@ -458,10 +499,10 @@ def silu_mul(gate: Array, up: Array, *, out: Array | None = None, out_scale: Arr
     """
     if out is None:
         out = empty(gate, gate.shape, dtype_of(gate))
-    return (gate, up, out, out_scale, _choice_of("silu_mul: scaling", scaling, _SCALING)), out
+    return (gate, up, out, out_scale, _scaling("silu_mul", scaling, "out", out)), out
 
 
-@_operator
+@_operator({"x": 2}, y="out")
 def quantize_fp8(x: Array, *, scaling: str = "token", scale: Array | None = None, out: Array | None = None) -> tuple[Array, Array]:
     """out = e4m3(x / scale); value = stored * scale. Returns (out, scale).
 
@@ -472,7 +513,7 @@ def quantize_fp8(x: Array, *, scaling: str = "token", scale: Array | None = None
     if out is None:
         out = empty(x, x.shape, "fp8_e4m3")
     if scale is None and code != 0:
-        scale = empty_scale(x, x.shape, scaling)
+        scale = empty(x, (x.shape[0],) if scaling == "token" else (x.shape[0], _blocks(x.shape[1])), "f32")
     return (x, out, scale, code), (out, scale)
 
 
@@ -486,7 +527,7 @@ class Sampled(NamedTuple):
     top_logprobs: Array | None = None
 
 
-@_operator
+@_operator({"logits": 2})
 def sampler(logits: Array, *, temperature: Array | None = None, top_p: Array | None = None, min_p: Array | None = None,
             top_k: Array | None = None, repetition_penalty: Array | None = None, presence_penalty: Array | None = None,
             frequency_penalty: Array | None = None, seed: Array | None = None, position: Array | None = None,
@@ -498,14 +539,17 @@ def sampler(logits: Array, *, temperature: Array | None = None, top_p: Array | N
 
     temperature (0: greedy), top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty  f32 [rows]; absent: 1, 1, 0, 1, 0, 0
     top_k                i32 [rows]; 0: all
-    seed, position       i64 [rows], both or neither: of the request, and of the token to be drawn in it; absent: 0, the same draw each time
+    seed, position       i64 [rows], both or neither: of the request, and of the token to be drawn in it; absent: 0. So a call without
+                         options draws at temperature 1, the same tokens each time
     prompt_bits          i32 [states, ceil(vocab / 32)]        output_counts  i32 [states, vocab]        state  i32 [rows], -1: none
     bias_start, bias_ids, bias_values                          i32 [rows + 1], i32 [entries], f32 [entries]
     allowed_bits         i32 [rows, ceil(vocab / 32)]
     count_ids            the drawn id is counted into output_counts
-    logprobs             also the log-probability of each drawn token; top_logprobs: and of the so many most likely ones
+    logprobs             also the log-probability of each drawn token; top_logprobs: and of the so many most likely ones, at most vocab
     """
-    rows = logits.shape[0]
+    rows, vocab = logits.shape
+    if top_logprobs:
+        top_logprobs = whole("sampler: top_logprobs", top_logprobs, 0, vocab)
     ids = empty(logits, (rows,), "i32") if ids is None else ids
     valid = empty(logits, (rows,), "u8") if valid is None else valid
     chosen = empty(logits, (rows,), "f32") if logprobs or top_logprobs else None

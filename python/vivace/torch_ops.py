@@ -35,13 +35,13 @@ def _describe(tensor: torch.Tensor) -> bytes:
     try:
         code, pack = _CODES[tensor.dtype], _pack[rank]
     except LookupError:
-        raise ValueError(f"vivace: a tensor is {tensor.dtype} {tuple(shape)}, needs at most {_arrays.MAX_RANK} dimensions and one of "
+        raise ValueError(f"{_arrays.AN_ARRAY} is {tensor.dtype} {tuple(shape)}, needs at most {_arrays.MAX_RANK} dimensions and one of "
                          f"{', '.join(map(str, _CODES))}") from None
     if tensor.is_cuda:
         return pack(tensor.data_ptr(), code, rank, _CUDA, tensor.get_device(), *shape, *tensor.stride())
     if tensor.is_cpu:
         return pack(tensor.data_ptr(), code, rank, _CPU, 0, *shape, *tensor.stride())
-    raise ValueError(f"vivace: a tensor is on {tensor.device}, needs cpu or cuda")
+    raise ValueError(f"{_arrays.AN_ARRAY} is on {tensor.device}, needs cpu or cuda")
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -54,7 +54,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
 def _dtype(tensor: torch.Tensor) -> str:
     name = _NAMES.get(tensor.dtype)
     if name is None:
-        raise ValueError(f"vivace: a tensor is {tensor.dtype}, needs one of {', '.join(map(str, _CODES))}")
+        raise ValueError(f"{_arrays.AN_ARRAY} is {tensor.dtype}, needs one of {', '.join(map(str, _CODES))}")
     return name
 
 

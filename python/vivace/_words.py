@@ -1,0 +1,122 @@
+"""Why a call failed, in the words of who made it: the names of the Python functions, and the arguments as they were given. Nothing here
+runs where nothing fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import re
+import sys
+from typing import Any, Callable, Mapping
+
+from ._arrays import AN_ARRAY, DTYPES, NOTHING_BESIDE, Shape, framework_of, shown
+
+REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
+
+_MADE = ("out", "outs", "q", "expert_ids", "expert_weights", "zero_weight", "ids", "valid", "scale", "workspace")  # where not given
+_TUPLES = {"RouterWeight": "what vivace.prepare_router_weight returns", "ExpertWeights": "vivace.ExpertWeights(gate, up, down)",
+           "DecodeScheduleParams": "what vivace.attention_decode_schedule_params returns"}
+_PLAIN: dict[str, tuple[Callable[[Any], Any], str]] = {"bool": (int, "True or False"), "int": (operator.index, "a whole number"),
+                                                       "float": (float, "a number"), "str": (str.__len__, "text")}
+
+
+def refusal(error: Exception, place: str, function: Callable, args: tuple, kwargs: Mapping[str, Any], dims: Mapping[str, int],
+            names: Mapping[str, str], running: bool) -> Exception:
+    """What to raise for `error`, which `function(*args, **kwargs)` ended in, or what was done with what it returned.
+
+    dims     how many dimensions those arrays have that the function takes apart itself
+    names    what the library calls an argument, as a pattern, and what the function does
+    running  the call was not a mere question
+    """
+    torch_ops = sys.modules.get("vivace.torch_ops")
+    if torch_ops is not None and torch_ops.torch.compiler.is_compiling():
+        return error  # torch traces this too, and cannot trace what follows
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return error  # arguments too few or too many, which Python says itself
+    for name, value in given.items():
+        annotation = str(parameters[name].annotation)
+        wrong = None if value is None and annotation.endswith("| None") else _wrong(f"{place}: {name}", annotation, value, running)
+        if wrong is None and name.endswith("dtype") and value is not None and value not in DTYPES:
+            wrong = ValueError(f"{place}: {name} is {shown(value)}, needs one of {', '.join(DTYPES)}")
+        if wrong is not None:
+            return wrong
+    text = str(error)
+    if text.startswith(NOTHING_BESIDE):
+        missing = [f"{name} is not given, and " for name in _MADE if name in parameters and given.get(name) is None]
+        return TypeError(f"{place}: {''.join(missing[:1])}{text.removeprefix('vivace: ')}")
+    if not text.startswith(f"{place}: "):
+        for name, count in dims.items():
+            if len(given[name].shape) != count:
+                return ValueError(f"{place}: {name} has the shape {tuple(given[name].shape)}, needs {count} dimensions")
+        return error
+    for theirs, ours in names.items():
+        text = re.sub(rf"(?<![\w.]){theirs}\b", ours, text)
+    if re.search(r"\.stride\[\d\] is ", text):
+        text += "; numpy.ascontiguousarray and torch's contiguous() make a copy that fits"
+    text = _unsigned(text, given)
+    return error if text == str(error) else type(error)(text)
+
+
+def _unsigned(text: str, given: Mapping[str, Any]) -> str:
+    """The text, with the number that an array of uint32 has where the library, which takes its bits as int32, says a negative one."""
+    found = re.match(r"\w+: (\w+)\[[\d, ]+\] is (-\d+)", text)
+    if found is None or getattr(getattr(given.get(found[1]), "dtype", None), "name", "") != "uint32":
+        return text
+    return text[:found.start(2)] + str(int(found[2]) + 2**32) + text[found.end(2):]
+
+
+def _wrong(what: str, annotation: str, value: Any, running: bool) -> Exception | None:
+    """What is wrong with one argument, as far as its annotation says."""
+    kind = annotation.removesuffix(" | None")
+    if kind == "Array":
+        return _no_array(what, value, running)
+    if kind.startswith("Sequence[Array"):
+        if not isinstance(value, (list, tuple)):
+            return TypeError(f"{what} is {shown(value)}, needs a list of arrays")
+        items = [(f"{what}[{i}]", item) for i, item in enumerate(value) if item is not None or "None" not in kind]
+    elif kind in _TUPLES:
+        if not isinstance(value, tuple) or type(value).__name__ != kind:
+            return TypeError(f"{what} is {'None' if value is None else f'of type {type(value).__name__}'}, needs {_TUPLES[kind]}")
+        fields = {} if kind == "DecodeScheduleParams" else dict(zip(type(value)._fields, value))  # type: ignore[attr-defined]
+        terms = fields.get("terms", ())
+        items = [(f"{what}.terms[{i}]", term) for i, term in enumerate(terms)]
+        items += [(f"{what}.{name}", item) for name, item in fields.items() if kind == "ExpertWeights" and item is not None]
+    elif kind in _PLAIN:
+        convert, needs = _PLAIN[kind]
+        try:
+            convert(value)
+        except (OverflowError, TypeError, ValueError) as error:
+            return (ValueError if isinstance(error, OverflowError) else TypeError)(f"{what} is {shown(value)}, needs {needs}")
+        return None
+    else:
+        return None
+    return next((wrong for wrong in (_no_array(*item, running) for item in items) if wrong is not None), None)
+
+
+def _no_array(what: str, value: Any, running: bool) -> Exception | None:
+    try:
+        framework_of(value).describe(value)
+    except (TypeError, ValueError) as error:
+        return type(error)(str(error).replace(AN_ARRAY, what, 1))
+    if running and isinstance(value, Shape):
+        return ValueError(f"{what} is a vivace.Shape, which has no memory, needs an array: only explain, cost and workspace_bytes take shapes")
+    return None
+
+
+def worded(place: str, running: bool = False, **dims: int) -> Callable[[Callable], Any]:
+    """For a function whose failures are to be put into its caller's words."""
+    def wrap(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except REFUSALS as error:
+                raise refusal(error, place, function, args, kwargs, dims, {}, running) from None
+        return call
+    return wrap
