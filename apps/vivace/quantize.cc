@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <csignal>
 #include <nlohmann/json.hpp>
 
 #include "apps/vivace/commands.h"
@@ -62,6 +63,37 @@ Result<model::Calibration> calibration_of(const QuantizeArgs& args, const ModelF
   return result;
 }
 
+volatile std::sig_atomic_t noted_signal = 0;
+
+/// While it lives, the signals that end a program are noted instead, so that what is half written is removed first. One
+/// that was ignored stays so.
+class NotedSignals {
+ public:
+  NotedSignals() {
+    for (const int signal : kSignals) {
+      struct sigaction now = {};
+      sigaction(signal, nullptr, &now);
+      if (now.sa_handler == SIG_IGN) continue;
+      struct sigaction note = {};
+      note.sa_handler = [](int number) { noted_signal = number; };
+      note.sa_flags = SA_RESTART;
+      sigaction(signal, &note, nullptr);
+    }
+  }
+  ~NotedSignals() {
+    for (const int signal : kSignals) {
+      struct sigaction now = {};
+      sigaction(signal, nullptr, &now);
+      if (now.sa_handler != SIG_IGN) std::signal(signal, SIG_DFL);
+    }
+  }
+  NotedSignals(const NotedSignals&) = delete;
+  NotedSignals& operator=(const NotedSignals&) = delete;
+
+ private:
+  static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+};
+
 struct Outcome {
   model::QuantizeResult result;
   model::ScoreResult score;  ///< tokens 0: no calibration
@@ -89,6 +121,8 @@ Result<Outcome> run_quantize(const QuantizeArgs& args) {
                 fmt::format("{:.1f} of {:.1f} MB", static_cast<double>(done) * 1e-6,
                             static_cast<double>(total) * 1e-6));
   };
+  options.stop = [] { return noted_signal != 0; };
+  const NotedSignals signals;
   auto result = model::quantize_folder(args.model, args.out, options, stream);
   line.finish();
   VIVACE_TRY_ASSIGN(outcome.result, std::move(result));
@@ -163,7 +197,12 @@ void print_document(const QuantizeArgs& args, const Outcome& outcome) {
 
 int run(const QuantizeArgs& args) {
   const Result<Outcome> outcome = guarded("quantize", [&] { return run_quantize(args); });
-  if (!outcome.ok()) return fail(outcome.status());
+  if (!outcome.ok()) {
+    const int code = fail(outcome.status());
+    // The end that the signal asked for, so that a shell sees it.
+    if (outcome.status().code() == Code::cancelled) std::raise(noted_signal);
+    return code;
+  }
   warn(args, *outcome);
   if (args.json) {
     print_document(args, *outcome);

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <ranges>
 #include <string_view>
 #include <utility>
 
@@ -334,6 +336,12 @@ class Quantiser {
     return std::move(result_);
   }
 
+  /// An error when the caller wants no more.
+  Status check_stop() const {
+    if (!options_.stop || !options_.stop()) return {};
+    return error(Code::cancelled, "{}: quantize was interrupted; what it had written is removed", out_);
+  }
+
   static Status write_text(const std::string& path, const std::string& text) {
     std::ofstream file(path, std::ios::binary);
     file << text;
@@ -380,6 +388,7 @@ class Quantiser {
     VIVACE_TRY(writer.open(path, slots));
     size_t slot = 0;
     for (const Unit* unit : units) {
+      VIVACE_TRY(check_stop());
       VIVACE_TRY(write_unit(*unit, writer, slot));
       slot += slots_of(*unit).size();
     }
@@ -625,14 +634,19 @@ Status check_model_path(const std::string& model) {
                      model);
 }
 
-/// The configuration until all else is written: whoever made it owns the folder.
+/// The configuration until all else is written: whoever made it owns the folder, and has it locked while it writes.
 std::string claim_of(const std::string& out) {
   return out + "/config.json.part";
 }
 
+/// The folder is another run's, which writes now or was killed.
 Status claimed(const std::string& out) {
-  return invalid_argument("{}: a quantize writes here, or did not end; remove the folder or take another",
-                          out);
+  const int file = ::open(claim_of(out).c_str(), O_RDONLY | O_CLOEXEC);
+  const bool writes = file >= 0 && ::flock(file, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  if (file >= 0) ::close(file);
+  if (writes) return invalid_argument("{}: another quantize writes here now; take another folder", out);
+  return invalid_argument(
+      "{}: has the files of a quantize that was killed; remove the folder or take another", out);
 }
 
 /// A new folder that can be made, or an empty one.
@@ -653,14 +667,27 @@ Status check_out_path(const std::string& out) {
   return {};
 }
 
-/// Takes the folder for this run alone.
-Status claim(const std::string& out) {
-  const int file = ::open(claim_of(out).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
-  if (file < 0 && errno == EEXIST) return claimed(out);
-  if (file < 0) return io_error("{}: cannot be written: {}", claim_of(out), std::strerror(errno));
-  ::close(file);
-  return {};
-}
+/// The folder for this run alone.
+class Claim {
+ public:
+  Claim() = default;
+  ~Claim() {
+    if (file_ >= 0) ::close(file_);
+  }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  Status take(const std::string& out) {
+    file_ = ::open(claim_of(out).c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    if (file_ < 0 && errno == EEXIST) return claimed(out);
+    if (file_ < 0) return io_error("{}: cannot be written: {}", claim_of(out), std::strerror(errno));
+    (void)::flock(file_, LOCK_EX);  // where there are no locks the folder is refused all the same
+    return {};
+  }
+
+ private:
+  int file_ = -1;
+};
 
 Result<QuantizeResult> quantize_source(const std::string& model, const std::string& out,
                                        const QuantizeOptions& options, const Stream& stream) {
@@ -677,11 +704,13 @@ Result<QuantizeResult> quantize_source(const std::string& model, const std::stri
   std::error_code failure;
   const bool made = fs::create_directories(out, failure);
   if (failure) return io_error("{}: cannot be made: {}", out, failure.message());
-  VIVACE_TRY(claim(out));
+  Claim claim;
+  VIVACE_TRY(claim.take(out));
   std::vector<std::string> written{claim_of(out)};
   const auto write_all = [&]() -> Status {
     VIVACE_TRY(quantiser.write(written));
     VIVACE_TRY(copy_other_files(model, out, written));
+    VIVACE_TRY(quantiser.check_stop());
     VIVACE_TRY(Quantiser::write_text(claim_of(out), quantiser.config()));
     fs::rename(claim_of(out), out + "/config.json", failure);
     if (failure) return io_error("{}/config.json: cannot be written: {}", out, failure.message());
@@ -689,7 +718,8 @@ Result<QuantizeResult> quantize_source(const std::string& model, const std::stri
   };
   if (const Status status = guarded("quantize", write_all); !status.ok()) {
     std::error_code ignored;
-    for (const std::string& path : written) fs::remove(path, ignored);
+    for (const std::string& path : written | std::views::reverse)
+      fs::remove(path, ignored);  // the claim last
     if (made) fs::remove(out, ignored);
     return status;
   }

@@ -22,6 +22,8 @@ struct QuantizeOptions {
   int64_t max_shard_bytes = 5'000'000'000;
   /// Called now and then with bytes of the source read and in all; may be empty.
   std::function<void(int64_t done, int64_t total)> progress;
+  /// Asked before each tensor and before config.json: true ends the run. May be empty.
+  std::function<bool()> stop;
 };
 
 /// What became of some matrices of the model.
@@ -59,7 +61,7 @@ Status check_quantize_paths(const std::string& model, const std::string& out);
 /// unfinished folder cannot be loaded. One matrix is in memory at a time.
 /// Fails  invalid_argument: `out` exists and is not empty, an option is out of range, a number of a tensor is not
 ///        finite, or fp8_static has no calibration. unsupported: the model is a GGUF file, or fp8 already. io_error:
-///        writing failed; what was written is removed.
+///        writing failed. cancelled: `stop` said so. What a failed run had written is removed.
 Result<QuantizeResult> quantize_folder(const std::string& model, const std::string& out,
                                        const QuantizeOptions& options, const Stream& stream);
 

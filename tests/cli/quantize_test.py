@@ -3,10 +3,13 @@
 import json
 import pathlib
 import shutil
+import signal
 import struct
+import subprocess
 import tempfile
+import time
 
-from vivace import Case, HY3, QWEN, SMOLLM2, main
+from vivace import BINARY, Case, HY3, QWEN, SMOLLM2, main
 
 SAMPLE = QWEN / "sample.txt"
 
@@ -108,6 +111,34 @@ class Quantize(Case):
             for command in [["generate", "--prompt-ids", "1"], ["quantize", "--out", f"{folder}/out", "--scheme", "block128"]]:
                 run = self.fails(1, "begins at an address that is not a multiple of", *command, "--model", model)
                 self.assertIn(f"{file}: safetensors: tensor '", run.err)
+
+    def end_while_it_writes(self, base, out, number):
+        """Sends the signal once the folder is claimed; a run that had ended before is started again."""
+        for _ in range(50):
+            run = subprocess.Popen([BINARY, *map(str, base), str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            while run.poll() is None and not (out / "config.json.part").exists():
+                time.sleep(0.001)
+            run.send_signal(number)
+            run.send_signal(number)  # timeout(1) sends two
+            _, told = run.communicate(timeout=60)
+            if run.returncode != 0:
+                self.assertEqual(run.returncode, -number, told)
+                return told
+            shutil.rmtree(out)
+        self.fail("it always ended before the signal")
+
+    def test_an_interrupted_run_leaves_nothing(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder) / "out"
+            base = ["quantize", "--model", HY3, "--scheme", "block128", "--out"]
+            for number in [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]:
+                told = self.end_while_it_writes(base, out, number)
+                self.assertIn(f"vivace: {out}: quantize was interrupted; what it had written is removed\n", told)
+                self.assertFalse(out.exists())
+            self.end_while_it_writes(base, out, signal.SIGKILL)
+            self.fails(1, "has the files of a quantize that was killed; remove the folder or take another", *base, out)
+            shutil.rmtree(out)
+            self.ok(*base, out)
 
     def test_refusals(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,9 @@
 // FP8 models: reading every form of scales, refusing what does not fit, writing with quantize_folder() and running.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <fstream>
@@ -542,7 +545,11 @@ TEST(Quantize, RefusesWhatItCannotWrite) {
   // What another run has begun is its own.
   const TempFolder begun;
   begun.write("config.json.part", std::string());
-  refused(kHy3, begun.path(), blocks, Code::invalid_argument, "a quantize writes here");
+  refused(kHy3, begun.path(), blocks, Code::invalid_argument, "has the files of a quantize that was killed");
+  const int lock = ::open(begun.file("config.json.part").c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_EQ(::flock(lock, LOCK_EX), 0);
+  refused(kHy3, begun.path(), blocks, Code::invalid_argument, "another quantize writes here now");
+  ::close(lock);
   EXPECT_TRUE(std::filesystem::exists(begun.file("config.json.part")));
   refused(kHy3, "/proc/vivace", blocks, Code::io_error, "/proc/vivace: cannot be made");
 
@@ -573,6 +580,30 @@ TEST(Quantize, RefusesWhatItCannotWrite) {
             std::isnan(norm) ? "model.norm.weight: element 0 is nan, needs a finite number"
                              : "model.norm.weight: element 0 is -inf, needs a finite number");
     EXPECT_FALSE(std::filesystem::exists(out));
+  }
+}
+
+TEST(Quantize, LeavesNothingWhereverItIsStopped) {
+  const TempFolder folder;
+  int asked = 0;
+  model::QuantizeOptions options{.format = WeightFormat::fp8_block128};
+  options.stop = [&] { return ++asked < 0; };
+  ASSERT_TRUE(model::quantize_folder(kHy3, folder.file("whole"), options, Stream{}).ok());
+  const int all = std::exchange(asked, 0);
+  ASSERT_GT(all, 10);
+  const std::string out = folder.file("out"), there = folder.file("there");
+  std::filesystem::create_directory(there);
+  for (const int last : {1, 2, all / 2, all - 1, all}) {
+    for (const std::string& to : {out, there}) {
+      asked = 0;
+      options.stop = [&] { return ++asked == last; };
+      const auto result = model::quantize_folder(kHy3, to, options, Stream{});
+      ASSERT_FALSE(result.ok()) << last;
+      EXPECT_EQ(result.status().code(), Code::cancelled) << result.status().message();
+      EXPECT_NE(result.status().message().find(to + ": quantize was interrupted"), std::string::npos);
+    }
+    EXPECT_FALSE(std::filesystem::exists(out)) << last;
+    EXPECT_TRUE(std::filesystem::is_empty(there)) << last;  // it was the caller's
   }
 }
 
