@@ -77,7 +77,7 @@ CLI::Option* filled(CLI::App& app, const std::string& flag, const std::string& t
       app, flag, type, help,
       [type](const std::string& text) -> Result<std::string> {
         if (!text.empty()) return text;
-        return invalid_argument("is '', needs a {}", type);
+        return invalid_argument("is '', needs {} {}", type.front() == 'A' ? "an" : "a", type);
       },
       [&target](std::string text) { target = std::move(text); });
 }

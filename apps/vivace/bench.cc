@@ -172,7 +172,8 @@ Status write_results(const BenchServeArgs& args, const std::string& text, const 
 Result<Json> read_results(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::stringstream text;
-  if (!file || !(text << file.rdbuf())) return io_error("{}: cannot be read", path);
+  const bool empty = file.peek() == std::ifstream::traits_type::eof() && !file.bad();
+  if (!file.is_open() || (!empty && !(text << file.rdbuf()))) return io_error("{}: cannot be read", path);
   Json json = Json::parse(text.str(), nullptr, false);
   if (json.is_discarded()) return invalid_argument("{}: is not JSON", path);
   return json;

@@ -32,7 +32,16 @@ Result<std::string> read_text(const std::string& flag, const std::string& path) 
   return text;
 }
 
-Result<server::ServedModel> served_model(const ServeArgs& args) {
+/// The text of --chat-template; empty without one.
+Result<std::string> given_template(const ServeArgs& args) {
+  if (args.chat_template_file.empty()) return std::string();
+  VIVACE_TRY_ASSIGN(std::string text, read_text("--chat-template", args.chat_template_file));
+  if (text.find_first_not_of(" \t\r\n") != std::string::npos) return text;
+  return invalid_argument("--chat-template '{}' has nothing in it, needs a Jinja template",
+                          args.chat_template_file);
+}
+
+Result<server::ServedModel> served_model(const ServeArgs& args, const std::string& given) {
   server::ServedModel model;
   model.path = args.engine.model;
   model.name = args.served_model_name.empty() ? args.engine.model : args.served_model_name;
@@ -40,8 +49,8 @@ Result<server::ServedModel> served_model(const ServeArgs& args) {
   VIVACE_TRY_ASSIGN(ModelFiles files, open_model_files(args.engine.model));
   std::string chat_template = files.checkpoint->tokenizer().chat_template;
   std::string place = args.engine.model;
-  if (!args.chat_template_file.empty()) {
-    VIVACE_TRY_ASSIGN(chat_template, read_text("--chat-template", args.chat_template_file));
+  if (!given.empty()) {
+    chat_template = given;
     place = fmt::format("--chat-template '{}'", args.chat_template_file);
   }
   if (!chat_template.empty()) {
@@ -93,13 +102,14 @@ Status run_serve(const ServeArgs& args) {
 
   server::ServerOptions options = args.server;
   VIVACE_TRY(check_keys(args, options.api_keys));
+  VIVACE_TRY_ASSIGN(const std::string given, given_template(args));
   const int64_t files = server::raise_file_limit();
   options.http.max_connections =
       std::min(options.http.max_connections, std::max<int64_t>(1, files - kFilesOfTheRest));
 
   // The tokenizer is made while the engine loads the weights.
   std::future<Result<server::ServedModel>> pending =
-      std::async(std::launch::async, [&] { return served_model(args); });
+      std::async(std::launch::async, [&] { return served_model(args, given); });
   EngineOptions engine_options = args.engine;
   engine_options.log = note;
   const Result<std::unique_ptr<Engine>> engine = Engine::create(engine_options);

@@ -65,6 +65,10 @@ Result<int64_t> parse_bytes(std::string_view text) {
       case 'g':
         shift = 30;
         break;
+      case 'T':
+      case 't':
+        shift = 40;
+        break;
       default:
         break;
     }
@@ -74,7 +78,8 @@ Result<int64_t> parse_bytes(std::string_view text) {
   if (whole(digits, value) && value > 0 && value <= std::numeric_limits<int64_t>::max() >> shift) {
     return value << shift;
   }
-  return invalid_argument("is '{}', needs a positive number of bytes such as 536870912, 512M or 2G", text);
+  return invalid_argument(
+      "is '{}', needs a positive number of bytes, alone or with K, M, G or T, such as 512M or 2G", text);
 }
 
 Result<Heads> parse_heads(std::string_view text) {

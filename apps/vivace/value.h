@@ -15,7 +15,7 @@ namespace vivace::cli {
 Result<int64_t> parse_integer(std::string_view text, int64_t low, int64_t high);
 /// A finite decimal number in [low, high], or in (low, high] when `above_low`.
 Result<double> parse_number(std::string_view text, double low, double high, bool above_low = false);
-/// "512M": an integer with an optional suffix K, M or G (powers of 1024).
+/// "512M": an integer with an optional suffix K, M, G or T (powers of 1024).
 Result<int64_t> parse_bytes(std::string_view text);
 struct Heads {
   int64_t q, kv;

@@ -2,7 +2,6 @@
 //
 //   embed MODEL IDS [IDS...]     IDS is a prompt as token ids, such as 504,3686,282; `vivace tokenize` gives them
 
-#include <cstdlib>
 #include <iostream>
 #include <sstream>
 
@@ -22,7 +21,12 @@ int main(int argc, char** argv) {
   for (size_t i = 0; i < texts.size(); ++i) {
     vivace::Request request;
     std::istringstream ids(argv[i + 2]);
-    for (std::string id; std::getline(ids, id, ',');) request.prompt_ids.push_back(std::atoi(id.c_str()));
+    char comma = ',';
+    for (int32_t id; comma == ',' && ids >> id; comma = 0, ids >> comma) request.prompt_ids.push_back(id);
+    if (comma == ',' || !ids.eof()) {
+      std::cerr << argv[i + 2] << ": needs token ids joined by commas, such as 504,3686,282\n";
+      return 2;
+    }
     request.sampling.temperature = 0;
     request.max_tokens = 32;
     const auto accepted =

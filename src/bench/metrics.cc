@@ -141,14 +141,14 @@ Result<Slo> Slo::parse(std::string_view text) {
     }
     if (bound->has_value()) return invalid_argument("is '{}': {} is given twice", text, name);
     std::string_view number = part.substr(equals + 1);
-    const double unit = number.ends_with('s') && !number.ends_with("ms") ? kMs : 1;
-    number = number.substr(0, number.find_last_not_of("ms") + 1);
+    const double unit = number.ends_with("ms") ? 1 : number.ends_with('s') ? kMs : 0;  // 0: none was given
+    number.remove_suffix(unit == 1 ? 2 : unit == kMs ? 1 : 0);
     double value = 0;
     const auto [stop, error] = std::from_chars(number.data(), number.data() + number.size(), value);
     const bool whole = error == std::errc() && stop == number.data() + number.size();
-    if (!whole || !std::isfinite(value) || value <= 0) {
-      return invalid_argument("is '{}': {} is '{}', needs a time above 0 such as 50ms or 1.5s", text, name,
-                              part.substr(equals + 1));
+    if (!whole || unit == 0 || !std::isfinite(value) || value <= 0) {
+      return invalid_argument("is '{}': {} is '{}', needs a time above 0 in ms or s, such as 50ms or 1.5s",
+                              text, name, part.substr(equals + 1));
     }
     *bound = value * unit;
   }

@@ -83,6 +83,18 @@ Result<std::unique_ptr<Checkpoint>> open_gguf(const std::string& path) {
   return std::unique_ptr<Checkpoint>(std::move(checkpoint));
 }
 
+Status check_whole_model(const std::string& path) {
+  const std::filesystem::path file(path), folder = file.parent_path();
+  const std::string ending = file.extension();
+  std::error_code failure;
+  if ((ending != ".json" && ending != ".safetensors") || std::filesystem::is_directory(path, failure) ||
+      !std::filesystem::exists(folder / "config.json", failure)) {
+    return {};
+  }
+  return invalid_argument("{}: is one file of a model; give the folder, {}", path,
+                          folder.empty() ? "." : folder.string());
+}
+
 Result<std::unique_ptr<Checkpoint>> Checkpoint::open(const std::string& path) {
   if (is_synthetic(path)) return open_synthetic(path);
   std::error_code failure;  // a failure reads as "no folder"; opening the file then says why
@@ -90,6 +102,7 @@ Result<std::unique_ptr<Checkpoint>> Checkpoint::open(const std::string& path) {
   if (!std::filesystem::exists(path, failure) && !failure) {
     return not_found("{}: there is no such file or folder; a model is {}", path, kModelForms);
   }
+  VIVACE_TRY(check_whole_model(path));
   return open_gguf(path);
 }
 

@@ -15,6 +15,9 @@ namespace vivace::model {
 inline constexpr const char* kModelForms =
     "a .gguf file, or a folder with config.json, safetensors and tokenizer.json";
 
+/// An error when `path` is one file of a folder that is a model, such as its config.json.
+Status check_whole_model(const std::string& path);
+
 /// A tensor of a checkpoint, or the reason why it cannot be had (an element type or alignment that nothing
 /// here reads).
 struct StoredTensor {

@@ -630,6 +630,7 @@ Status check_model_path(const std::string& model) {
     return unsupported("{}: a synthetic model has no files; use its dtype= option", model);
   if (!fs::exists(model, failure)) return not_found("{}: there is no such folder", model);
   if (fs::is_directory(model, failure)) return {};
+  VIVACE_TRY(check_whole_model(model));
   return unsupported("{}: quantize reads a folder with config.json and safetensors, not a single (GGUF) file",
                      model);
 }
@@ -718,8 +719,7 @@ Result<QuantizeResult> quantize_source(const std::string& model, const std::stri
   };
   if (const Status status = guarded("quantize", write_all); !status.ok()) {
     std::error_code ignored;
-    for (const std::string& path : written | std::views::reverse)
-      fs::remove(path, ignored);  // the claim last
+    for (const std::string& path : std::views::reverse(written)) fs::remove(path, ignored);  // the claim last
     if (made) fs::remove(out, ignored);
     return status;
   }

@@ -232,6 +232,9 @@ class Compare(Case):
             self.fails(1, f"--compare: {files[3]}: requests is no number", "bench", "serve", "--compare", files[0], files[3])
             files[3].write_text("{")
             self.fails(1, f"--compare: {files[3]}: is not JSON", "bench", "serve", "--compare", files[3], files[0])
+            files[3].write_text("")
+            self.fails(1, f"--compare: {files[3]}: is not JSON", "bench", "serve", "--compare", files[3], files[0])
+            self.fails(1, f"--compare: {folder}: cannot be read", "bench", "serve", "--compare", folder, files[0])
             self.fails(1, "--compare: /nowhere: cannot be read", "bench", "serve", "--compare", files[0], "/nowhere")
 
 
@@ -250,6 +253,7 @@ class Usage(Case):
         self.fails(2, "--rounds needs two sides", *bench, "--model", HY3, "--rounds", 2)
         self.fails(2, "--max-tokens needs --dataset", *bench, "--model", HY3, "--max-tokens", 2)
         self.fails(2, "--slo is 'ttft', needs bounds of ttft, tpot and e2e", *bench, *url, "--slo", "ttft")
+        self.fails(2, "--slo is 'ttft=5': ttft is '5', needs a time above 0 in ms or s, such as", *bench, *url, "--slo", "ttft=5")
         self.fails(2, "--workload is 'bursty', needs uniform, mixed or multi-turn", *bench, *url, "--workload", "bursty")
         self.fails(2, "excludes", *bench, *url, "--workload", "mixed", "--dataset", "x")
         self.fails(2, "--compare excludes --url", *bench, *url, "--compare", "a", "b")

@@ -90,6 +90,13 @@ class Install(Case):
         self.assertEqual(run.returncode, 1)
         self.assertRegex(run.stderr, r"^2,99999999: .*99999999")
 
+    def test_example_takes_token_ids_alone(self):
+        for prompt in ["1,x", "x", "", "1,", ",1", "1,,2", "1x", "1;2", "1,2 3", "99999999999"]:
+            run = self.embed(QWEN, "1,2", prompt)
+            self.assertEqual((run.returncode, run.stdout), (2, ""), prompt)
+            self.assertIn(f"{prompt}: needs token ids joined by commas", run.stderr)
+        self.assertEqual(self.embed(QWEN, "1, 2 , 3").stdout, self.embed(QWEN, "1,2,3").stdout)
+
     def test_example_is_about_forty_lines(self):
         lines = (ROOT / "examples" / "embed" / "main.cc").read_text().splitlines()
         code = [line for line in lines if line.strip() and not re.match(r"\s*//", line)]

@@ -81,7 +81,8 @@ class UsageErrors(Case):
             "--max-batch": (["0"], "needs an integer from 1"),
             "--token-budget": (["0"], "needs an integer from 1"),
             "--page-tokens": (["3", "0", "512"], "needs a power of two from 1 to 256"),
-            "--kv-memory": (["0", "1T", "x", "99999999999G"], "needs a positive number of bytes"),
+            "--kv-memory": (["0", "1P", "2GB", "x", "99999999999G"],
+                            "needs a positive number of bytes, alone or with K, M, G or T, such as 512M or 2G"),
             "--prefer": (["linear", "nothing=cpu", "linear=tpu", "linear=reference,linear=cpu"], "--prefer"),
         }
         for flag, (values, needs) in wrong.items():
@@ -184,6 +185,15 @@ class UsageErrors(Case):
         self.fails(1, "--api-key-file '/nowhere': cannot be read", *serve, "--api-key-file", "/nowhere")
         self.fails(1, "--chat-template '/nowhere': cannot be read", *serve, "--chat-template", "/nowhere")
         self.fails(2, "--host is 'nobody', needs an IP address", *serve, "--host", "nobody")
+        self.fails(2, "--host is '', needs an ADDRESS", *serve, "--host", "")
+
+    def test_files_of_serve_with_nothing_in_them(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder, "file")
+            for text in ["", " \r\n\t\n"]:
+                file.write_text(text)
+                for flag, needs in [("--chat-template", "has nothing in it, needs a Jinja template"), ("--api-key-file", "has no key")]:
+                    self.fails(1, f"{flag} '{file}' {needs}", "serve", "--model", HY3, "--port", 0, flag, file)
 
 
 class Failures(Case):
@@ -196,6 +206,12 @@ class Failures(Case):
     def test_folder_without_config(self):
         run = self.fails(1, "config.json", "generate", "--model", HY3.parent, "--prompt", "x")
         self.assertIn("a .gguf file, or a folder with", run.err)
+
+    def test_one_file_of_a_model(self):
+        for name in ["config.json", "tokenizer.json", "model.safetensors"]:
+            for command in [["generate", "--prompt", "x"], ["doctor"], ["tokenize", "--text", "x"],
+                            ["quantize", "--out", "/tmp/x", "--scheme", "block128"]]:
+                self.fails(1, f"{QWEN / name}: is one file of a model; give the folder, {QWEN}\n", *command, "--model", QWEN / name)
 
     def test_file_that_is_no_model(self):
         run = vivace("generate", "--model", QWEN / "sample.txt", "--prompt", "x")
