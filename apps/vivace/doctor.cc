@@ -51,10 +51,9 @@ std::vector<std::string> gpu_advice(const Cuda& cuda) {
   std::vector<std::string> lines;
   if (!cuda.build.cuda && cuda.driver.count > 0) {
     lines.push_back(
-        fmt::format("{} GPU{} found, but this build has no CUDA rows: everything runs on the processor; "
-                    "build where nvcc is "
-                    "installed (the CUDA toolkit)",
-                    cuda.driver.count, cuda.driver.count == 1 ? " was" : "s were"));
+        fmt::format("{} GPU{} found, but this build has no CUDA rows ({}): everything runs on the processor; "
+                    "configure with VIVACE_CUDA=AUTO where nvcc is installed (the CUDA toolkit)",
+                    cuda.driver.count, cuda.driver.count == 1 ? " was" : "s were", cuda.build.problem));
   }
   if (!cuda.build.cuda) return lines;
   if (cuda.devices.empty()) {
@@ -100,6 +99,15 @@ std::vector<std::string> advice(const Machine& machine, const Cuda& cuda) {
   return lines;
 }
 
+std::string vectors_text(const Machine& machine) {
+#if defined(__x86_64__)
+  if (cpu::isa() == cpu::Isa::avx2 && __builtin_cpu_supports("avx512f")) {
+    return machine.isa + ", the widest in this build; the processor's AVX-512 is not used";
+  }
+#endif
+  return machine.isa;
+}
+
 std::string library_text(const device::LibraryProbe& probe) {
   return probe.found.empty() ? "not found" : probe.found;
 }
@@ -122,7 +130,7 @@ std::string gpu_text(const Cuda& cuda) {
     out += fmt::format("CUDA        runtime {} in this build, kernels for {}{}\n", cuda.build.runtime,
                        cuda.build.code, ptx);
   } else {
-    out += "CUDA        not in this build: nvcc was not there\n";
+    out += fmt::format("CUDA        not in this build: {}\n", cuda.build.problem);
   }
   out += fmt::format("libraries   cuBLASLt: {}; NCCL: {}\n", library_text(cuda.cublaslt),
                      library_text(cuda.nccl));
@@ -143,11 +151,11 @@ Json gpu_json(const Cuda& cuda) {
                        {"l2_bytes", gpu.l2_bytes},
                        {"smem_per_block", gpu.smem_per_block}});
   }
-  return {{"compiled", cuda.build.cuda}, {"runtime", cuda.build.runtime},
-          {"code", cuda.build.code},     {"driver", cuda.build.driver},
-          {"devices", devices},          {"cublaslt", library(cuda.cublaslt)},
-          {"nccl", library(cuda.nccl)},  {"portable_rows", cuda.portable_rows},
-          {"sm90_rows", cuda.sm90_rows}};
+  return {{"compiled", cuda.build.cuda},         {"problem", cuda.build.problem},
+          {"runtime", cuda.build.runtime},       {"code", cuda.build.code},
+          {"driver", cuda.build.driver},         {"devices", devices},
+          {"cublaslt", library(cuda.cublaslt)},  {"nccl", library(cuda.nccl)},
+          {"portable_rows", cuda.portable_rows}, {"sm90_rows", cuda.sm90_rows}};
 }
 
 }  // namespace
@@ -188,7 +196,7 @@ int run(const DoctorArgs& args) {
   std::string out = fmt::format("vivace      {} (compiled by g++ {})\n", VIVACE_VERSION, __VERSION__);
   out += fmt::format("system      {}\nprocessor   {}\n", machine.system, machine.processor);
   out += fmt::format("cores       {} that this process may use\n", machine.cores);
-  out += fmt::format("vectors     {}\n", machine.isa);
+  out += fmt::format("vectors     {}\n", vectors_text(machine));
   out += fmt::format("memory      {:.1f} GiB, {:.1f} available\n",
                      static_cast<double>(machine.memory_bytes) / 0x1p30,
                      static_cast<double>(machine.available_bytes) / 0x1p30);

@@ -31,7 +31,7 @@ BuildInfo build_info() {
 #else
 
 BuildInfo build_info() {
-  return {};
+  return {.problem = VIVACE_NO_CUDA};
 }
 
 #endif

@@ -10,6 +10,7 @@ struct BuildInfo {
   bool cuda = false;    ///< built with CUDA rows
   std::string runtime;  ///< CUDA runtime in the program, "13.0"; empty without
   std::string driver;   ///< newest CUDA that the driver knows, "13.0"; empty without a driver or CUDA
+  std::string problem;  ///< why it has no CUDA rows; empty with them
   std::string code;  ///< what the kernels were compiled to, "sm_80 compute_80 sm_90 sm_90a"; compute_N is PTX
 };
 BuildInfo build_info();

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "src/core/error.h"
+#include "src/device/build_info.h"
 
 #if VIVACE_CUDA
 #include <cuda_runtime.h>
@@ -297,7 +298,9 @@ Status fill(void* destination, int byte, int64_t bytes, const Stream& stream) {
 namespace {
 
 Status without_cuda() {
-  return unsupported("this build has no CUDA support; build it where nvcc is installed");
+  return unsupported(
+      "this build has no CUDA support ({}); configure it with VIVACE_CUDA=AUTO where nvcc is installed",
+      build_info().problem);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 """ops, ops explain, doctor, and the generated page of operators."""
 
+import pathlib
+
 from vivace import Case, HY3, QWEN, ROOT, main
 
 
@@ -84,6 +86,12 @@ class Doctor(Case):
         self.assertGreater(got["cpu_rows"], 0)
         self.assertIn("qwen3_moe", got["model"]["summary"])
 
+    def test_vectors_that_are_not_used_are_named(self):
+        wide = " avx512f " in pathlib.Path("/proc/cpuinfo").read_text()
+        got, text = self.ok("doctor", "--json").json, self.ok("doctor").text
+        more = ", the widest in this build; the processor's AVX-512 is not used" if wide and got["isa"] == "avx2" else ""
+        self.assertIn(f"\nvectors     {got['isa']}{more}\n", text)
+
     def test_text_says_whether_there_are_cuda_rows(self):
         rows = self.ok("doctor", "--json").json["cuda_rows"]
         self.assertIn("none for cuda in this build" if rows == 0 else f"{rows} for cuda", self.ok("doctor").text)
@@ -94,11 +102,15 @@ class Doctor(Case):
         self.assertEqual(cuda["compiled"], got["cuda_rows"] > 0)
         self.assertEqual(cuda["portable_rows"] + cuda["sm90_rows"], got["cuda_rows"])
         if cuda["compiled"]:
+            self.assertEqual(cuda["problem"], "")
             self.assertRegex(cuda["runtime"], r"^[0-9]+\.[0-9]+$")
             self.assertRegex(cuda["code"], r"\bsm_[0-9]+")
             self.assertIn(f"runtime {cuda['runtime']} in this build, kernels for {cuda['code']}", text)
         else:
-            self.assertIn("not in this build", text)
+            self.assertIn(f"not in this build: {cuda['problem']}\n", text)
+            self.assertRegex(cuda["problem"], "VIVACE_CUDA=OFF|sanitizers|nvcc was not there")
+            self.assertIn(cuda["problem"], self.fails(1, "no CUDA support", "generate", "--model", HY3, "--prompt-ids", "1",
+                                                      "--device", "cuda").err)
         for gpu in cuda["devices"]:
             self.assertIn(f"{gpu['name']}, compute capability {gpu['compute_capability']}", text)
         if cuda["compiled"] and not cuda["devices"]:
