@@ -78,6 +78,7 @@ Json explain_json(const std::vector<model::OpUse>& uses) {
                    {"row", use.choice.row.empty() ? Json(nullptr) : Json(use.choice.row)},
                    {"phase", model::name_of(use.phase)},
                    {"batch", use.batch},
+                   {"note", use.note},
                    {"refused", refused}});
   }
   return all;
@@ -90,7 +91,7 @@ struct LayerGroup {
 };
 
 std::string use_line(const model::OpUse& use) {
-  std::string why;
+  std::string why = use.note;
   for (const Refusal& r : use.choice.refused) {
     why += fmt::format("{}{}: {}", why.empty() ? "" : "; ", r.row, r.reason);
   }

@@ -80,12 +80,13 @@ struct ExplainCalls {
   int64_t batch;
   std::vector<OpUse>& uses;
 
-  Status add(int64_t layer, std::string_view op, Choice choice) const {
-    uses.push_back({layer, std::string(op), phase, batch, std::move(choice)});
+  Status add(int64_t layer, std::string_view op, Choice choice, const char* note = "") const {
+    uses.push_back({layer, std::string(op), phase, batch, std::move(choice), note});
     return {};
   }
   Status operator()(int64_t layer, const EmbeddingArgs& args) const {
-    return add(layer, "embedding", embedding_explain(args, stream));
+    return add(layer, "embedding", embedding_explain(args, stream),
+               layer < 0 ? "" : "picks the rows that go on: those whose logits are asked for");
   }
   Status operator()(int64_t layer, const DecodeScheduleArgs& args) const {
     return add(layer, "decode_schedule", decode_schedule_explain(args, stream));

@@ -64,6 +64,7 @@ struct OpUse {
   Phase phase;
   int64_t batch;  ///< tokens of the step
   Choice choice;
+  std::string note;  ///< what the call is for, where its operator and place do not say
 };
 
 /// What one decode step reads of the weights, whatever the batch. A few rows of the embedding are not counted.

@@ -36,7 +36,7 @@ class Explain(Case):
         for model, layers in [(QWEN, 4), (HY3, 3)]:
             uses = self.ok("ops", "explain", "--model", model, "--batch", 3, "--json").json
             for use in uses:
-                self.assertEqual(set(use), {"layer", "op", "row", "phase", "batch", "refused"})
+                self.assertEqual(set(use), {"layer", "op", "row", "phase", "batch", "note", "refused"})
                 self.assertTrue(use["row"], use)
                 for refusal in use["refused"]:
                     self.assertEqual(set(refusal), {"row", "reason"})
@@ -48,6 +48,15 @@ class Explain(Case):
                                  {"attention_prologue", attention})
                 self.assertIn("fused_moe", {use["op"] for use in step})
                 self.assertEqual(step[-1]["op"], "sampler")
+
+    def test_a_call_whose_place_does_not_say_what_for_has_a_note(self):
+        noted = [use for use in self.ok("ops", "explain", "--model", HY3, "--json").json if use["note"]]
+        self.assertEqual({(use["layer"], use["op"], use["phase"]) for use in noted}, {(2, "embedding", "prefill")})
+        self.assertRegex(self.ok("ops", "explain", "--model", HY3).text,
+                         r"\n  embedding +cpu\.rows +picks the rows that go on: those whose logits are asked for")
+
+    def test_reasons_are_in_words(self):
+        self.assertIn("cpu.q8: needs parts_in_block_formats >= 1, got 0", self.ok("ops", "explain", "--model", HY3).text)
 
     def test_the_chunk_is_as_long_as_budget_and_context_allow(self):
         for budget, context, tokens in [(64, 128, 64), (256, 100, 100)]:

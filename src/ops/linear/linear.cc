@@ -28,12 +28,12 @@ int parts_of(const LinearArgs& args) {
 
 Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
   const bool fp8 = args.x.dtype == DType::fp8_e4m3;
-  int64_t block_parts = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
+  int64_t in_block_formats = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
   int64_t weight_alignment = alignment_of(args.parts[0].weight), y_alignment = alignment_of(args.parts[0].y);
   int64_t scale_alignment = alignment_of(args.x_scale);
   for (int p = 0; p < parts_of(args); ++p) {
     const LinearPart& part = args.parts[p];
-    block_parts += is_block_format(part.weight.dtype);
+    in_block_formats += is_block_format(part.weight.dtype);
     other_type += part.weight.dtype != args.x.dtype;
     not_f32 += part.y.dtype != DType::f32;
     other_bias += part.bias.present() && (part.bias.dtype != DType::bf16 || part.y.dtype != DType::bf16);
@@ -51,7 +51,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
       .add("x_scaling", fp8 ? static_cast<int64_t>(args.x_scaling) : 0)
       .add("exact", int64_t{args.exact})
       .add("batch_invariant", int64_t{args.batch_invariant})
-      .add("block_parts", block_parts)
+      .add("parts_in_block_formats", in_block_formats)
       .add("parts_of_other_type", other_type)
       .add("parts_not_to_f32", not_f32)
       .add("parts_with_other_bias", other_bias)

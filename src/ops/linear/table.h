@@ -34,7 +34,7 @@ inline constexpr Need kLinearQ8Needs[] = {
     {"x", Need::dtype_in, dtypes_mask(DType::f32)},
     {"parts_not_to_f32", Need::equals, 0},
     {"exact", Need::equals, 0},
-    {"block_parts", Need::at_least, 1},
+    {"parts_in_block_formats", Need::at_least, 1},
 };
 inline constexpr Need kLinearF32Needs[] = {{"x", Need::dtype_in, dtypes_mask(DType::f32)},
                                            {"parts_not_to_f32", Need::equals, 0}};
