@@ -40,6 +40,8 @@ def whole(what: str, value: Any, low: int, high: int) -> int:
     """`value`, where it is a whole number from `low` to `high`."""
     if type(value) is int and low <= value <= high:
         return value
+    if type(value).__name__ == "SymInt":  # of a size that torch does not know yet
+        return value
     try:
         number = operator.index(value)
     except TypeError:
@@ -338,12 +340,10 @@ def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
     return framework_of(like).empty(like, shape, dtype)
 
 
-def zeros(like: Any, shape: Sequence[int], dtype: str) -> Any:
-    """For an output of which a call may leave rows alone."""
-    made = empty(like, shape, dtype)
+def clear(made: Any) -> None:
+    """Zeros, for an output of which a call may leave rows alone."""
     if not isinstance(made, Shape):
         (made.array if isinstance(made, Typed) else made)[...] = 0
-    return made
 
 
 def dtype_of(array: Any) -> str:

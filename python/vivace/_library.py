@@ -61,8 +61,9 @@ class Context:
     """A context of the library. What runs calls with it holds it, and it goes with the last of them."""
 
     def __init__(self, threads: int, prefer: str, running: Context | None) -> None:
-        self.threads, self._process = threads, os.getpid()
-        shared = running.handle if running is not None and running.threads == threads else None
+        self.threads, self._process = threads or len(os.sched_getaffinity(0)), os.getpid()
+        self.sites: dict[str, Any] = {}  # quick ways to run operators here, which go with it
+        shared = running.handle if running is not None and running.threads == self.threads else None
         options = _ContextOptions(ctypes.sizeof(_ContextOptions), 0 if shared else threads, prefer.encode() or None, shared)
         handle = ctypes.c_void_p()
         code = LIBRARY.vivace_context_create(ctypes.byref(options), ctypes.byref(handle))

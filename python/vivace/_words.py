@@ -39,18 +39,20 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
         return error  # arguments too few or too many, which Python says itself
+    text = str(error)
+    seen = text.startswith(f"{place}: ")  # by the library, which got what containers hold
     for name, value in given.items():
         annotation = str(parameters[name].annotation)
-        wrong = None if value is None and annotation.endswith("| None") else _wrong(f"{place}: {name}", annotation, value, running)
+        fits = (value is None and annotation.endswith("| None")) or (seen and _is_container(annotation))
+        wrong = None if fits else _wrong(f"{place}: {name}", annotation, value, running)
         if wrong is None and name.endswith("dtype") and value is not None and value not in DTYPES:
             wrong = ValueError(f"{place}: {name} is {shown(value)}, needs one of {', '.join(DTYPES)}")
         if wrong is not None:
             return wrong
-    text = str(error)
     if text.startswith(NOTHING_BESIDE):
         missing = [f"{name} is not given, and " for name in _MADE if name in parameters and given.get(name) is None]
         return TypeError(f"{place}: {''.join(missing[:1])}{text.removeprefix('vivace: ')}")
-    if not text.startswith(f"{place}: "):
+    if not seen:
         for name, count in dims.items():
             if len(given[name].shape) != count:
                 return ValueError(f"{place}: {name} has the shape {tuple(given[name].shape)}, needs {count} dimensions")
@@ -69,6 +71,11 @@ def _unsigned(text: str, given: Mapping[str, Any]) -> str:
     if found is None or getattr(getattr(given.get(found[1]), "dtype", None), "name", "") != "uint32":
         return text
     return text[:found.start(2)] + str(int(found[2]) + 2**32) + text[found.end(2):]
+
+
+def _is_container(annotation: str) -> bool:
+    kind = annotation.removesuffix(" | None")
+    return kind.startswith("Sequence[Array") or kind in _TUPLES
 
 
 def _wrong(what: str, annotation: str, value: Any, running: bool) -> Exception | None:

@@ -18,7 +18,7 @@ import sys
 from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
 
 from . import _arrays, _library
-from ._arrays import dtype_of, empty, shown, whole, zeros
+from ._arrays import clear, dtype_of, empty, shown, whole
 from ._library import Choice, Cost
 from ._words import REFUSALS, refusal, worded
 
@@ -37,6 +37,9 @@ def _choice_of(place: str, value: str, names: dict[str, int]) -> int:
     return names[value]
 
 
+_LEAVE_ROWS = {"attention_prefill", "attention_decode", "grouped_gemm"}  # of an output may not be written
+
+
 class Operator(Generic[P, R]):
     """An operator that can be called, and asked about a call.
 
@@ -48,12 +51,15 @@ class Operator(Generic[P, R]):
     def __init__(self, name: str, build: Callable[P, R], dims: dict[str, int], names: dict[str, str]) -> None:
         self.name = name
         self._build: Any = build
+        self._leaves_rows = name in _LEAVE_ROWS
         self._dims, self._names = dims, names
         functools.update_wrapper(self, build)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             values, result = self._build(*args, **kwargs)
+            if self._leaves_rows and kwargs.get("out") is None:
+                clear(result)
             torch_ops = sys.modules.get("vivace.torch_ops")
             if torch_ops is not None and isinstance(values[0], torch_ops.torch.Tensor):
                 torch_ops.run(self.name, values)
@@ -233,7 +239,7 @@ def attention_prologue(qkv: Array, slots: Array, k: Array, v: Array, *, q_norm_w
 def _attention_output(q: Array, out: Array | None) -> Array:
     if out is not None:
         return out
-    return zeros(q, q.shape, "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
+    return empty(q, q.shape, "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
 
 
 @_operator({}, output="out")
@@ -487,7 +493,7 @@ def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array,
     batch_invariant  a row's bits must not depend on how many rows there are
     """
     if out is None:
-        out = zeros(x, (x.shape[0], weight.shape[1]), _product_dtype(x, out_dtype))
+        out = empty(x, (x.shape[0], weight.shape[1]), _product_dtype(x, out_dtype))
     return (x, weight, group_start, group_rows, x_scale, weight_scale, out, int(batch_invariant)), out
 
 

@@ -83,7 +83,6 @@ def _stream(tensor: torch.Tensor) -> int:
 
 
 EXCHANGE = _exchange()
-_quick: dict[str, tuple[_library.Context, Any]] = {}
 _PLAIN_OR_NUMBER = {torch.Tensor, torch.nn.Parameter, type(None), int, float}
 
 
@@ -94,10 +93,11 @@ def quick(name: str, values: tuple) -> Any:
     place = OPERATORS[name].workspace
     if place is not None and values[place] is None:
         return None
-    context, found = _library.context(), _quick.get(name)
-    if found is None or found[0] is not context:
-        found = _quick[name] = context, _library.ENTRIES[name].objects(EXCHANGE, _stream, context)
-    return found[1]
+    context = _library.context()
+    site = context.sites.get(name)
+    if site is None:
+        site = context.sites[name] = _library.ENTRIES[name].objects(EXCHANGE, _stream, context)
+    return site
 
 
 def run(name: str, values: tuple) -> None:

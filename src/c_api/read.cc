@@ -382,7 +382,8 @@ SamplerArgs read(Reader& reader, const vivace_sampler_args& from) {
           .seed = reader.tensor("seed", from.seed),
           .position = reader.tensor("position", from.position),
           .prompt_bits = reader.tensor("prompt_bits", from.prompt_bits),
-          .output_counts = reader.tensor("output_counts", from.output_counts),
+          .output_counts = from.count_ids != 0 ? reader.output("output_counts", from.output_counts)
+                                               : reader.tensor("output_counts", from.output_counts),
           .state = reader.tensor("state", from.state),
           .count_ids = from.count_ids != 0,
           .bias_start = reader.tensor("bias_start", from.bias_start),

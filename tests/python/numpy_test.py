@@ -254,6 +254,36 @@ class Errors(unittest.TestCase):
         with self.subTest(message), self.assertRaisesRegex(kind, f"^{message}"):
             call(*args, **kwargs)
 
+    def test_what_is_wrong_is_blamed_not_what_could_be_neater(self):
+        x, experts = np.ones((4, 64), "float32"), np.ones((4, 64, 64), "float32")
+        ids, few = np.zeros((4, 2), "int32"), np.zeros((2, 2), "int32")
+        one = (x[:3].copy(), x[:3].copy(), np.ones((64, 3), "float32"), None, None, None, None)  # as ExpertWeights, but plain
+        call = (x, experts, experts[:, :, :32].copy())
+        vivace.fused_moe(*call, ids, x[:, :2].copy(), shared=one)
+        with self.assertRaisesRegex(ValueError, r"^fused_moe: expert_ids.shape\[0\] is 2"):
+            vivace.fused_moe(*call, few, x[:, :2].copy(), shared=one)
+
+    def test_counts_that_are_written_are_a_memory_of_their_own(self):
+        logits = np.zeros((1, 8), "float32")
+        with self.assertRaisesRegex(ValueError, "^sampler: (output_counts overlaps logits|logits overlaps output_counts)"):
+            vivace.sampler(logits, output_counts=logits.view("int32"), state=np.zeros(1, "int32"), count_ids=True)
+
+    def test_a_question_touches_no_output(self):
+        def touched(_):
+            raise AssertionError("an output was cleared")
+
+        cleared, ops = vivace.ops.clear, vivace.ops
+        ops.clear = touched
+        try:
+            x, g = np.ones((4, 64), "float32"), np.ones((1, 8, 64), "float32")
+            starts, rows = np.zeros(1, "int32"), np.ones(1, "int32")
+            self.assertTrue(vivace.grouped_gemm.explain(x, g, starts, rows).row)
+            self.assertGreater(vivace.grouped_gemm.cost(x, g, starts, rows).bytes, 0)
+            with self.assertRaisesRegex(AssertionError, "cleared"):
+                vivace.grouped_gemm(x, g, starts, rows)
+        finally:
+            ops.clear = cleared
+
     def test_the_argument_is_named(self):
         x, weight, experts = np.ones((4, 64), "float32"), np.ones((8, 64), "float32"), np.ones((4, 64, 64), "float32")
         ids, double, i32 = np.zeros((4, 2), "int32"), np.ones(64), np.array([0, 1], "int32")
@@ -428,6 +458,36 @@ class Processes(unittest.TestCase):
                 "    vivace.configure(threads=(3, 2)[i % 2])\n"
                 "assert threads() <= before + 2, (before, threads())\n")
         subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+    def test_no_threads_means_those_of_now(self):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            self.skipTest("one core")
+        code = ("import os, numpy as np, vivace\n"
+                f"os.sched_setaffinity(0, {cores[:1]})\n"
+                "vivace.rms_norm(np.ones((2, 8), 'float32'), np.ones(8, 'float32'))\n"
+                "one = len(os.listdir('/proc/self/task'))\n"
+                f"os.sched_setaffinity(0, {cores[:2]})\n"
+                "vivace.configure(threads=0)\n"
+                "vivace.rms_norm(np.ones((2, 8), 'float32'), np.ones(8, 'float32'))\n"
+                "assert len(os.listdir('/proc/self/task')) == one + 1, one\n")
+        ended = subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.PIPE, text=True)
+        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+
+    def test_quick_ways_go_with_their_context(self):
+        code = ("import gc, os, vivace\n"
+                "from vivace import _library\n"
+                "def threads(): return len(os.listdir('/proc/self/task'))\n"
+                "for i in range(8):\n"
+                "    vivace.configure(threads=32 + i)\n"
+                "    context = _library.context()\n"  # as torch's tensors on a GPU leave them
+                "    for name, entry in _library.ENTRIES.items(): context.sites[name] = entry.objects(1, lambda tensor: 0, context)\n"
+                "del context\n"
+                "vivace.configure(threads=1)\n"
+                "gc.collect()\n"
+                "assert threads() <= 2, threads()\n")
+        ended = subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.PIPE, text=True)
+        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
 
     def test_settings_leave_nothing_behind(self):
         code = ("import os, threading, numpy as np, vivace\n"
