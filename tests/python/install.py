@@ -23,7 +23,7 @@ def packages_with_torch(python):
 
 
 def main(library, folder, numpy):
-    python = os.environ.get("VIVACE_TEST_PYTHON", sys.executable)
+    python = os.environ.get("VIVACE_TEST_PYTHON") or sys.executable
     beside = packages_with_torch(python)
     shutil.rmtree(folder, ignore_errors=True)
     wheel = call(sys.executable, ROOT / "tools" / "make_wheel.py", library, folder / "wheel")
