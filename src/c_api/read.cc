@@ -327,6 +327,10 @@ RouteTopKArgs read(Reader& reader, const vivace_route_top_k_args& from) {
 }
 
 FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
+  const vivace_expert_weights& shared = from.shared;
+  const auto part = [&](std::string_view name, const vivace_tensor& t) {
+    return t.dtype == 0 ? Tensor() : reader.tensor(name, t);
+  };
   return {.x = reader.tensor("x", from.x),
           .x_scale = reader.tensor("x_scale", from.x_scale),
           .gate_up = reader.tensor("gate_up", from.gate_up),
@@ -336,7 +340,13 @@ FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
           .act_scale = reader.tensor("act_scale", from.act_scale),
           .block_offset = from.block_offset,
           .experts = reader.experts(from.experts, from.expert_count),
-          .shared = reader.expert("shared", from.shared),
+          .shared = {.gate = part("shared.gate", shared.gate),
+                     .up = part("shared.up", shared.up),
+                     .down = part("shared.down", shared.down),
+                     .gate_scale = part("shared.gate_scale", shared.gate_scale),
+                     .up_scale = part("shared.up_scale", shared.up_scale),
+                     .down_scale = part("shared.down_scale", shared.down_scale),
+                     .act_scale = part("shared.act_scale", shared.act_scale)},
           .expert_ids = reader.tensor("expert_ids", from.expert_ids),
           .expert_weights = reader.tensor("expert_weights", from.expert_weights),
           .batch_invariant = from.batch_invariant != 0,

@@ -263,6 +263,13 @@ class Errors(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, r"^fused_moe: expert_ids.shape\[0\] is 2"):
             vivace.fused_moe(*call, few, x[:, :2].copy(), shared=one)
 
+    def test_a_shared_expert_is_no_place_for_outputs(self):
+        x, experts = np.ones((4, 64), "float32"), np.ones((4, 64, 64), "float32")
+        gate = np.ones((4, 64), "float32")
+        with self.assertRaisesRegex(ValueError, r"^fused_moe: out overlaps shared.gate"):
+            vivace.fused_moe(x, experts, experts[:, :, :32].copy(), np.zeros((4, 2), "int32"), x[:, :2].copy(), out=gate,
+                             shared=vivace.ExpertWeights(gate, x.copy(), np.ones((64, 4), "float32")))
+
     def test_counts_that_are_written_are_a_memory_of_their_own(self):
         logits = np.zeros((1, 8), "float32")
         with self.assertRaisesRegex(ValueError, "^sampler: (output_counts overlaps logits|logits overlaps output_counts)"):
