@@ -466,6 +466,11 @@ class Processes(unittest.TestCase):
                 "assert threads() <= before + 2, (before, threads())\n")
         subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
+    def runs(self, code):
+        """In a Python of its own, without a word."""
+        ended = subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.PIPE, text=True)
+        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+
     def test_no_threads_means_those_of_now(self):
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
@@ -478,8 +483,7 @@ class Processes(unittest.TestCase):
                 "vivace.configure(threads=0)\n"
                 "vivace.rms_norm(np.ones((2, 8), 'float32'), np.ones(8, 'float32'))\n"
                 "assert len(os.listdir('/proc/self/task')) == one + 1, one\n")
-        ended = subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.PIPE, text=True)
-        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+        self.runs(code)
 
     def test_quick_ways_go_with_their_context(self):
         code = ("import gc, os, vivace\n"
@@ -493,8 +497,7 @@ class Processes(unittest.TestCase):
                 "vivace.configure(threads=1)\n"
                 "gc.collect()\n"
                 "assert threads() <= 2, threads()\n")
-        ended = subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.PIPE, text=True)
-        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+        self.runs(code)
 
     def test_settings_leave_nothing_behind(self):
         code = ("import os, threading, numpy as np, vivace\n"
@@ -523,8 +526,7 @@ class Processes(unittest.TestCase):
                 "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
                 "import sys\n"
                 "sys.kept = vivace._library.context()\n")  # until Python's modules are gone
-        ended = subprocess.run([sys.executable, "-c", code], timeout=60, stderr=subprocess.PIPE, text=True)
-        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+        self.runs(code)
 
     def test_threads_that_the_system_does_not_start(self):
         code = ("import resource, vivace\n"

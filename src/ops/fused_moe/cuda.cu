@@ -16,7 +16,7 @@
 #include "src/device/number.h"
 #include "src/device/ptx.h"
 #include "src/ops/fused_moe/gpu.h"
-#include "src/ops/gemm/sm90_tiles.h"
+#include "src/ops/gemm/sm90_wide.h"
 
 namespace vivace {
 

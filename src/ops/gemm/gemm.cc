@@ -3,7 +3,7 @@
 #include <cstdlib>
 
 #include "src/device/runtime.h"
-#include "src/ops/gemm/sm90_tiles.h"
+#include "src/ops/gemm/sm90_wide.h"
 
 namespace vivace::gemm {
 

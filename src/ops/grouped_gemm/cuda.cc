@@ -6,7 +6,7 @@
 
 #if VIVACE_CUDA
 
-#include "src/ops/gemm/sm90_tiles.h"
+#include "src/ops/gemm/sm90_wide.h"
 #include "src/ops/grouped_gemm/table.h"
 
 namespace vivace {

@@ -1,4 +1,4 @@
-#include "src/ops/gemm/sm90_tiles.cuh"
+#include "src/ops/gemm/sm90_wide.cuh"
 
 namespace vivace::gemm {
 

@@ -5,8 +5,8 @@
 
 namespace vivace::gemm {
 
-/// Enqueues the product on warp groups of compute capability 9.0. For more rows a group than a few, and where a row's bits may
-/// depend on the row of a table that was chosen: sums are in blocks of 128 bytes of k.
+/// Enqueues the product on warp groups of compute capability 9.0, for calls whose bits need not be those of run(): sums are in blocks
+/// of 128 bytes of k.
 ///
 /// k is at least 1, groups at most kMostGroups; no bias; scales of A in fp8 are blocks, or one a group. y is f32, or, with rows
 /// and addresses that are multiples of 16 bytes, bf16 or, gated, of A's type; n is a multiple of 8 but for f32 that is not gated.

@@ -24,7 +24,7 @@
 #include "src/device/row.h"
 #include "src/device/tensor_map.h"
 #include "src/device/wgmma.h"
-#include "src/ops/gemm/sm90_tiles.h"
+#include "src/ops/gemm/sm90_wide.h"
 #include "src/ops/gemm/tile.h"
 
 namespace vivace::gemm {
