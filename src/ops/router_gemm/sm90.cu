@@ -66,7 +66,7 @@ Status router_gemm_sm90_pieces(const RouterGemmArgs& args, const Stream& stream)
   return run_tiles(p, pieces_plan(problem_of(p), residents), stream);
 }
 
-Status router_gemm_sm90_wide(const RouterGemmArgs& args, const Stream& stream) {
+Status router_gemm_sm90_tiles(const RouterGemmArgs& args, const Stream& stream) {
   const Params p = params_of(args);
   VIVACE_TRY_ASSIGN(const Residents residents, residents_of(stream));
   return run_tiles(p, prompt_plan(problem_of(p), residents), stream);

@@ -10,7 +10,7 @@ Status router_gemm_cpu(const RouterGemmArgs& args, const Stream& stream);
 Status router_gemm_cuda_mma(const RouterGemmArgs& args, const Stream& stream);
 Status router_gemm_cuda_fma(const RouterGemmArgs& args, const Stream& stream);
 Status router_gemm_sm90_pieces(const RouterGemmArgs& args, const Stream& stream);
-Status router_gemm_sm90_wide(const RouterGemmArgs& args, const Stream& stream);
+Status router_gemm_sm90_tiles(const RouterGemmArgs& args, const Stream& stream);
 
 Facts router_gemm_facts(const RouterGemmArgs& args);
 
@@ -61,7 +61,7 @@ inline constexpr Need kRouterGemmFmaNeeds[] = {
 
 inline constexpr Row<RouterGemmArgs> kRouterGemmRows[] = {
 #if VIVACE_CUDA
-    {"sm90.tiles", Device::cuda, kRouterGemmTilesNeeds, router_gemm_sm90_wide,
+    {"sm90.tiles", Device::cuda, kRouterGemmTilesNeeds, router_gemm_sm90_tiles,
      "tensor cores, steps of 64 added in fp32, wide tiles, k cut as the number of tokens asks"},
     {"sm90.pieces", Device::cuda, kRouterGemmPiecesNeeds, router_gemm_sm90_pieces,
      "tensor cores, steps of 64 added in fp32, k in eighths over a cluster: a token's bits in any company"},
