@@ -24,6 +24,7 @@ inline constexpr RouteTopKCase kRouteTopKTestCases[] = {
     {"one expert", 3, 1, 1},
     {"all experts", 5, 13, 13},
     {"more choices than a warp has lanes", 5, 70, 40},
+    {"as many choices as a warp has lanes", 3, 1024, 32},
     {"LongCat-Flash-Lite", 9, 384, 12, RouteScoring::softmax, true, false, 6, 1, 1, 128},
     {"Qwen3", 9, 128, 8},
     {"OLMoE: not renormalised", 9, 64, 8, RouteScoring::softmax, false, false},

@@ -1,68 +1,331 @@
-// experts of each token from its router logits         fp32 scores, a warp per token
+// experts of each token from its router logits         fp32 scores, a block per token, an expert per thread
 //
 // Two numbers for a token with E experts and k choices
 //   bytes  4 E + 8 k   in the L2: router_gemm has just written the logits
-//   flops  about 18 E  the exponential; then two times 32 comparisons a lane, latency rather than a roof
+//   flops  about 18 E  the exponential; what counts is how many steps one after the other lie between logits and weights
+//
+// Choices are integers that order as the floats do, so no expert is chosen twice, whatever the logits are. Threads form at
+// most 32 teams of neighbours. The k-th largest of the teams' largest keys is a bound: k keys or more lie at or above it, and
+// seldom many more. Those are written down in any order, and each finds its place by comparison with all others.
+
+#include <algorithm>
+#include <bit>
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
-#include "src/ops/route_top_k/choose.h"
+#include "src/device/reduce.h"
+#include "src/ops/route_top_k/table.h"
 
 namespace vivace {
 
 namespace {
 
-using namespace route;
+using device::kAllLanes;
 
-constexpr int kMostWarps = 4;
+constexpr int kMostThreads = 1024, kTeams = 32;
 
 struct Params {
-  Rule rule;
-  const float* scores;
-  int64_t scores_stride;
+  const float *scores, *bias;
+  const int32_t* live_tokens;
+  int32_t* ids;
+  float *weights, *zero_weight;
+  int64_t tokens, scores_stride, ids_stride, weights_stride, zero_weight_stride;
+  double scale;
+  int experts, top_k, groups, top_groups, zero_experts;
+  int log_team;  // of the threads of a team
+  RouteScoring scoring;
+  bool renormalise;
 };
 
-template <int kPerLane>
-__global__ __launch_bounds__(kMostWarps * 32) void route_top_k_kernel(const __grid_constant__ Params p) {
-  extern __shared__ uint32_t shared[];
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t token = int64_t{blockIdx.x} * warps + warp;
-  if (token >= p.rule.tokens) return;
+constexpr uint32_t kTaken = 0, kNan = 1;  // below the key of every number
+
+/// A number that orders as the float does, -0 equal to 0 and NaN below all.
+__device__ __forceinline__ uint32_t key_of(float v) {
+  if (v != v) return kNan;
+  const uint32_t bits = __float_as_uint(v + 0.f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float value_of(uint32_t key) {
+  if (key == kNan) return NAN;
+  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
+/// NaN counts as -inf in scores.
+__device__ __forceinline__ float logit_of(float v) {
+  return v == v ? v : -INFINITY;
+}
+
+/// exp(v - max), where equals of an infinite maximum count 1.
+__device__ __forceinline__ float weight_below(float v, float max) {
+  return v == max ? 1.f : expf(v - max);
+}
+
+/// A key and its expert, the lower id above an equal.
+using Candidate = uint64_t;
+
+__device__ __forceinline__ Candidate candidate_of(uint32_t key, int expert) {
+  return uint64_t{key} << 32 | ~static_cast<uint32_t>(expert);
+}
+__device__ __forceinline__ int expert_of(Candidate c) {
+  return static_cast<int>(~static_cast<uint32_t>(c));
+}
+
+/// Bytes of shared memory: candidates and their scores, the chosen and theirs, and with groups the keys of both.
+constexpr int64_t shared_bytes(int64_t experts, int64_t top_k, int64_t groups) {
+  return 12 * experts + 8 * top_k + (groups > 1 ? 4 * (experts + groups) : 0);
+}
+
+/// The key of a group, by a warp: the sum of its two largest choices.
+__device__ __forceinline__ uint32_t group_key(const uint32_t* keys, int size, int lane) {
+  uint32_t first = kTaken, second = kTaken;
+  for (int e = lane; e < size; e += 32) {
+    second = max(second, min(first, keys[e]));
+    first = max(first, keys[e]);
+  }
+  const uint32_t largest = __reduce_max_sync(kAllLanes, first);
+  const unsigned with_it = __ballot_sync(kAllLanes, first == largest);
+  const uint32_t next = __reduce_max_sync(kAllLanes, lane == __ffs(with_it) - 1 ? second : first);
+  const float value = value_of(largest);
+  return key_of(next == kTaken ? value : value + value_of(next));
+}
+
+/// The sum of the first `lanes` lanes' values, a power of two, in each of them.
+__device__ __forceinline__ double sum_of_lanes(double v, int lanes) {
+  for (int step = lanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step);
+  return v;
+}
+
+/// The weights of the chosen, by a warp, in float64: a few operations a choice, and a scale of any size times a weight of 0
+/// stays 0. `scores` are up to `factor`.
+__device__ __forceinline__ void write_weights(const Params& p, int64_t token, const int* chosen,
+                                              const float* scores, float factor, int lane) {
+  const bool of_chosen = p.scoring == RouteScoring::softmax_chosen;
+  float largest = -INFINITY;
+  if (of_chosen) {
+    for (int j = lane; j < p.top_k; j += 32) largest = fmaxf(largest, scores[j]);
+    largest = device::warp_reduce<device::Max>(largest);
+  }
+  const auto weight_of = [&](float score) {
+    return of_chosen ? double{weight_below(score, largest)} : double{score} * factor;
+  };
+  const int lanes = p.top_k >= 32 ? 32 : p.top_k <= 1 ? 1 : 1 << (32 - __clz(p.top_k - 1));
+  double scale = p.scale;
+  if (p.renormalise || of_chosen) {
+    double sum = 0;
+    for (int j = lane; j < p.top_k; j += 32) sum += weight_of(scores[j]);
+    scale /= sum_of_lanes(sum, lanes) + kRenormaliseEps;
+  }
+  double zero_weight = 0;
+  for (int j = lane; j < p.top_k; j += 32) {
+    const double weight = weight_of(scores[j]) * scale;
+    const bool zero = chosen[j] >= p.experts - p.zero_experts;
+    if (zero) zero_weight += weight;
+    p.ids[token * p.ids_stride + j] = zero ? -1 : chosen[j];
+    p.weights[token * p.weights_stride + j] = zero ? 0.f : static_cast<float>(weight);
+  }
+  if (p.zero_weight == nullptr) return;
+  zero_weight = sum_of_lanes(zero_weight, lanes);
+  if (lane == 0) p.zero_weight[token * p.zero_weight_stride] = static_cast<float>(zero_weight);
+}
+
+template <int kPerThread>
+__global__ __launch_bounds__(kMostThreads) void route_top_k_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) Candidate candidates[];
+  auto* const candidate_scores = reinterpret_cast<float*>(candidates + p.experts);
+  auto* const chosen = reinterpret_cast<int*>(candidate_scores + p.experts);
+  auto* const chosen_scores = reinterpret_cast<float*>(chosen + p.top_k);
+  auto* const expert_keys = reinterpret_cast<uint32_t*>(chosen_scores + p.top_k);
+  uint32_t* const group_keys = expert_keys + p.experts;
+  __shared__ __align__(16) uint32_t team_keys[kTeams];
+  __shared__ float warp_sums[kMostThreads / 32];
+  __shared__ int written;
+
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int warp = thread / 32, lane = thread % 32, warps = threads / 32;
+  const int64_t token = blockIdx.x;
   device::wait_for_previous_kernel();
   device::let_next_kernel_start();
   // All is asked for together: each of these waits for memory.
-  const int64_t live_tokens = p.rule.live_tokens != nullptr ? *p.rule.live_tokens : p.rule.tokens;
-  float logits[kPerLane], bias[kPerLane];
+  const int64_t live_tokens = p.live_tokens != nullptr ? *p.live_tokens : p.tokens;
+  float logits[kPerThread], bias[kPerThread];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int e = lane + 32 * i;
-    logits[i] = e < p.rule.experts ? p.scores[token * p.scores_stride + e] : 0.f;
-    bias[i] = e < p.rule.experts && p.rule.bias != nullptr ? p.rule.bias[e] : 0.f;
+  for (int i = 0; i < kPerThread; ++i) {
+    const int e = thread + threads * i;
+    logits[i] = e < p.experts ? p.scores[token * p.scores_stride + e] : 0.f;
+    bias[i] = e < p.experts && p.bias != nullptr ? p.bias[e] : 0.f;
   }
-  choose_for_token(p.rule, token, live_tokens, logits, bias,
-                   shared + warp * warp_words(p.rule.experts, p.rule.top_k, p.rule.groups));
+  if (token >= live_tokens) {
+    for (int j = thread; j < p.top_k; j += threads) {
+      p.ids[token * p.ids_stride + j] = -1;
+      p.weights[token * p.weights_stride + j] = 0.f;
+    }
+    if (p.zero_weight != nullptr && thread == 0) p.zero_weight[token * p.zero_weight_stride] = 0.f;
+    return;
+  }
+
+  const bool of_chosen = p.scoring == RouteScoring::softmax_chosen;
+  const bool by_score = p.bias != nullptr || p.groups > 1;
+  const bool softmax = p.scoring == RouteScoring::softmax || (of_chosen && by_score);
+  uint32_t keys[kPerThread];
+  float scores[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const bool valid = thread + threads * i < p.experts;
+    keys[i] = valid ? key_of(logits[i]) : kTaken;
+    scores[i] = valid ? logit_of(logits[i]) : -INFINITY;
+    if (p.scoring == RouteScoring::sigmoid) scores[i] = __frcp_rn(1.f + expf(-scores[i]));
+  }
+  // Scores are up to this factor. It is the inverse of what the warps leave in `warp_sums`, after the next barrier.
+  float factor = 1.f;
+  const auto exponentials = [&](uint32_t largest_key) {
+    const float largest = logit_of(value_of(largest_key));
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      scores[i] = weight_below(scores[i], largest);
+      if (thread + threads * i < p.experts) sum += scores[i];
+    }
+    sum = device::warp_reduce<device::Sum>(sum);
+    if (lane == 0) warp_sums[warp] = sum;
+  };
+  const auto inverse_sum = [&] {
+    return 1.f / device::warp_reduce<device::Sum>(lane < warps ? warp_sums[lane] : 0.f);
+  };
+  const auto largest_of_thread = [&] {
+    uint32_t key = keys[0];
+#pragma unroll
+    for (int i = 1; i < kPerThread; ++i) key = max(key, keys[i]);
+    return key;
+  };
+
+  if (by_score) {
+    if (softmax) {
+      const uint32_t largest = __reduce_max_sync(kAllLanes, largest_of_thread());
+      if (lane == 0) team_keys[warp] = largest;
+      __syncthreads();
+      exponentials(__reduce_max_sync(kAllLanes, lane < warps ? team_keys[lane] : kTaken));
+      __syncthreads();
+      factor = inverse_sum();
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {  // the score is a number of its own: no fused product and sum
+      if (keys[i] > kNan) keys[i] = key_of(__fadd_rn(__fmul_rn(scores[i], factor), bias[i]));
+    }
+  }
+  if (p.groups > 1) {
+    const int size = p.experts / p.groups;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (thread + threads * i < p.experts) expert_keys[thread + threads * i] = keys[i];
+    }
+    __syncthreads();
+    for (int g = warp; g < p.groups; g += warps) {
+      const uint32_t key = group_key(expert_keys + g * size, size, lane);
+      if (lane == 0) group_keys[g] = key;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (thread + threads * i >= p.experts) continue;
+      const int mine = (thread + threads * i) / size;
+      const uint32_t key = group_keys[mine];
+      int before = 0;
+      for (int g = 0; g < p.groups; ++g) before += group_keys[g] > key || (group_keys[g] == key && g < mine);
+      if (before >= p.top_groups) keys[i] = kTaken;
+    }
+  }
+
+  uint32_t largest = largest_of_thread();
+  for (int step = 1 << p.log_team >> 1; step > 0; step /= 2)
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  const int team = thread >> p.log_team;
+  if (team << p.log_team == thread) team_keys[team] = largest;
+  if (thread < kTeams && thread >= threads >> p.log_team) team_keys[thread] = kTaken;  // no such team
+  if (thread == 0) written = 0;
+  __syncthreads();
+  const uint32_t of_team = team_keys[lane];
+  int at_least = 0;  // so many teams have a key at or above it
+#pragma unroll
+  for (int other = 0; other < kTeams; other += 4) {
+    const auto four = *reinterpret_cast<const uint4*>(team_keys + other);
+    at_least += (four.x >= of_team) + (four.y >= of_team) + (four.z >= of_team) + (four.w >= of_team);
+  }
+  const uint32_t bound = max(__reduce_max_sync(kAllLanes, at_least >= p.top_k ? of_team : kTaken), kTaken + 1);
+  if (softmax && !by_score) exponentials(__reduce_max_sync(kAllLanes, of_team));
+
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const bool fits = keys[i] >= bound;
+    const unsigned fitting = __ballot_sync(kAllLanes, fits);
+    if (fitting == 0) continue;
+    int at = 0;
+    if (lane == 0) at = atomicAdd(&written, __popc(fitting));
+    at = __shfl_sync(kAllLanes, at, 0) + __popc(fitting & ((1u << lane) - 1));
+    if (!fits) continue;
+    candidates[at] = candidate_of(keys[i], thread + threads * i);
+    candidate_scores[at] = of_chosen ? logit_of(logits[i]) : scores[i];
+  }
+  __syncthreads();
+  const int count = written;
+  const bool few = count <= 32;  // whom one warp ranks
+  if (few && warp > 0) return;
+  for (int c = thread; c < count; c += threads) {
+    constexpr int kAtOnce = 8;
+    const Candidate mine = candidates[c];
+    int rank = 0;
+    for (int other = 0; other < count && rank < p.top_k; other += kAtOnce) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) rank += other + j < count && candidates[other + j] > mine;
+    }
+    if (rank >= p.top_k) continue;
+    chosen[rank] = expert_of(mine);
+    chosen_scores[rank] = candidate_scores[c];
+  }
+  if (few) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+    if (warp > 0) return;
+  }
+  if (softmax && !by_score) factor = inverse_sum();
+  write_weights(p, token, chosen, chosen_scores, factor, lane);
 }
 
 }  // namespace
 
 Status route_top_k_cuda(const RouteTopKArgs& args, const Stream& stream) {
   const int64_t tokens = args.scores.shape[0], experts = args.scores.shape[1];
-  const Params params{.rule = rule_of(args, experts),
-                      .scores = args.scores.as<const float>(),
-                      .scores_stride = args.scores.stride[0]};
-  const int64_t warps = experts <= kMaxRouteExperts ? kMostWarps : 1;
-  const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>((tokens + warps - 1) / warps)),
-      .block = dim3(static_cast<unsigned>(32 * warps)),
-      .smem_bytes = warps * 4 * warp_words(params.rule.experts, params.rule.top_k, params.rule.groups),
-      .overlap_previous = true};
-  const auto kernel = experts <= 128    ? route_top_k_kernel<4>
-                      : experts <= 256  ? route_top_k_kernel<8>
-                      : experts <= 384  ? route_top_k_kernel<12>
-                      : experts <= 768  ? route_top_k_kernel<24>
-                      : experts <= 1024 ? route_top_k_kernel<32>
-                                        : route_top_k_kernel<128>;
-  return launch("route_top_k", kernel, shape, stream, params);
+  const int64_t top_k = args.expert_ids.shape[1];
+  const int64_t per_thread = experts <= kMostThreads ? 1 : 4;
+  const int64_t warps = std::max<int64_t>(1, (experts + 32 * per_thread - 1) / (32 * per_thread));
+  const int64_t threads_of_team = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(warps)));
+  const Params params{.scores = args.scores.as<const float>(),
+                      .bias = args.correction_bias.as<const float>(),
+                      .live_tokens = args.live_tokens.as<const int32_t>(),
+                      .ids = args.expert_ids.as<int32_t>(),
+                      .weights = args.expert_weights.as<float>(),
+                      .zero_weight = args.zero_weight.as<float>(),
+                      .tokens = tokens,
+                      .scores_stride = args.scores.stride[0],
+                      .ids_stride = args.expert_ids.stride[0],
+                      .weights_stride = args.expert_weights.stride[0],
+                      .zero_weight_stride = args.zero_weight.stride[0],
+                      .scale = args.scale,
+                      .experts = static_cast<int>(experts),
+                      .top_k = static_cast<int>(top_k),
+                      .groups = static_cast<int>(args.groups),
+                      .top_groups = static_cast<int>(args.top_groups),
+                      .zero_experts = static_cast<int>(args.zero_experts),
+                      .log_team = std::countr_zero(static_cast<uint64_t>(threads_of_team)),
+                      .scoring = args.scoring,
+                      .renormalise = args.renormalise};
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(tokens)),
+                          .block = dim3(static_cast<unsigned>(32 * warps)),
+                          .smem_bytes = shared_bytes(experts, top_k, args.groups),
+                          .overlap_previous = true};
+  return launch("route_top_k", per_thread == 1 ? route_top_k_kernel<1> : route_top_k_kernel<4>, shape, stream,
+                params);
 }
 
 }  // namespace vivace

@@ -20,14 +20,14 @@ inline constexpr double kRenormaliseEps = 1e-20;
 /// What the CPU row keeps on the stack for one token.
 inline constexpr int64_t kMaxRouteExperts = 1024;
 inline constexpr Need kRouteOnStack[] = {{"experts", Need::at_most, kMaxRouteExperts}};
-// A token's keys and scores wait in the shared memory of its warp.
+// A thread has at most four experts, a block 1,024 threads.
 inline constexpr Need kRouteTopKCudaNeeds[] = {{"experts", Need::at_most, 4096},
                                                {"compute_capability", Need::at_least, 80}};
 
 inline constexpr Row<RouteTopKArgs> kRouteTopKRows[] = {
 #if VIVACE_CUDA
-    {"cuda.warp", Device::cuda, kRouteTopKCudaNeeds, route_top_k_cuda,
-     "a warp per token, which ranks the few keys above a bound"},
+    {"cuda.block", Device::cuda, kRouteTopKCudaNeeds, route_top_k_cuda,
+     "a block per token, which ranks the few keys above a bound"},
 #endif
     {"cpu.simd", Device::cpu, kRouteOnStack, route_top_k_cpu, "fp32 scores, one scan for the k best"},
     {"reference", Device::cpu, {}, route_top_k_reference, "float64, straight from the formula"},
