@@ -33,18 +33,15 @@ __device__ __forceinline__ double warp_sum(double v) {
   return v;
 }
 
-/// Over a block of `kThreads` (a multiple of 32). Contains two block barriers: the shared slots may be reused at once.
-template <class Op, int kThreads>
+/// Over a block of whole warps. Contains two block barriers: the shared slots may be reused at once.
+template <class Op>
 __device__ __forceinline__ float block_reduce(float v) {
-  constexpr int kWarps = kThreads / 32;
+  __shared__ float partial[32];
+  const unsigned warps = blockDim.x / 32, lane = threadIdx.x % 32;
   v = warp_reduce<Op>(v);
-  if constexpr (kWarps == 1) return v;
-  __shared__ float partial[kWarps];
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+  if (lane == 0) partial[threadIdx.x / 32] = v;
   __syncthreads();
-  v = Op::kIdentity;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) v = Op{}(v, partial[w]);
+  v = warp_reduce<Op>(lane < warps ? partial[lane] : Op::kIdentity);
   __syncthreads();
   return v;
 }

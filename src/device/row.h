@@ -1,9 +1,7 @@
 #pragma once
 
-// A row of values as fp32, in shared memory or eight to a lane, and how it leaves: as f32 or bf16, or quantised to fp8 with a
-// given scale or one made from the row.
-
-#include <type_traits>
+// Values of a row as fp32, eight neighbours to a lane, and how they leave: as f32 or bf16, or quantised to fp8 with a given
+// scale or one made of them.
 
 #include "src/device/number.h"
 #include "src/device/reduce.h"
@@ -50,69 +48,20 @@ __device__ __forceinline__ void divide(float (&v)[kCount], float scale) {
   }
 }
 
-/// Where a row goes. `scales` is what made or given scales of this row begin at.
-template <class Out>
-struct RowTarget {
-  Out* y;
+/// Where a row goes as fp8. `scales` is what made scales of this row begin at, `given` the scale that is not made.
+struct Fp8Target {
+  fp8* y;
   float* scales;
   Fp8Scaling scaling;
+  float given;
 };
 
-/// Stores `width` values of `row`, by all kThreads threads of the block. The row must be complete in shared memory (a
-/// barrier lies before). kVec elements are one access: y must be aligned to that, and width a multiple.
-template <int kThreads, int kVec, class Out>
-__device__ __forceinline__ void store_row(const float* row, int64_t width, const RowTarget<Out>& target) {
-  if constexpr (!std::is_same_v<Out, fp8>) {
-    for (int64_t i = threadIdx.x * kVec; i < width; i += kThreads * kVec) {
-      float v[kVec];
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) v[j] = row[i + j];
-      store_floats(v, target.y + i);
-    }
-  } else {
-    // A lane has up to four neighbours at a time, so that a warp has the block of a scale.
-    constexpr int kLane = kVec < 4 ? kVec : 4, kWarp = 32 * kLane;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const auto quantise = [&](int64_t i, float scale) {
-      float v[kLane];
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) v[j] = row[i + j];
-      divide(v, scale);
-      store_floats(v, target.y + i);
-    };
-    const auto largest = [&](int64_t i) {
-      float max = 0.f;
-#pragma unroll
-      for (int j = 0; j < kLane; ++j) max = MaxMagnitude{}(max, row[i + j]);
-      return max;
-    };
-    if (target.scaling == Fp8Scaling::block) {
-      for (int64_t begin = int64_t{warp} * kScaleBlock; begin < width; begin += kThreads / 32 * kScaleBlock) {
-        const int64_t end = begin + kScaleBlock < width ? begin + kScaleBlock : width;
-        const int64_t first = begin + lane * kLane;
-        float max = 0.f;
-        for (int64_t i = first; i < end; i += kWarp) max = MaxMagnitude{}(max, largest(i));
-        const float scale = made_scale(warp_reduce<MaxMagnitude>(max));
-        if (lane == 0) target.scales[begin / kScaleBlock] = scale;
-        for (int64_t i = first; i < end; i += kWarp) quantise(i, scale);
-      }
-      return;
-    }
-    const int64_t first = int64_t{threadIdx.x} * kLane;
-    float scale;
-    if (target.scaling == Fp8Scaling::token) {
-      float max = 0.f;
-      for (int64_t i = first; i < width; i += kThreads * kLane) max = MaxMagnitude{}(max, largest(i));
-      scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
-      if (threadIdx.x == 0) *target.scales = scale;
-    } else {
-      scale = *target.scales;
-    }
-    for (int64_t i = first; i < width; i += kThreads * kLane) quantise(i, scale);
-  }
+/// Row `token` of y. A given scale is loaded here: made before the values are there, it costs no wait of its own.
+__device__ __forceinline__ Fp8Target fp8_target(fp8* y, int64_t y_stride, float* scales, int64_t scale_stride,
+                                                Fp8Scaling scaling, int64_t token) {
+  const bool given = scaling == Fp8Scaling::tensor;
+  return {y + token * y_stride, given ? scales : scales + token * scale_stride, scaling, given ? *scales : 0.f};
 }
-
-// ---- eight neighbours of a row per lane, in registers
 
 /// Values that a lane holds, and lanes that share a made scale.
 inline constexpr int kOfLane = 8, kLanesPerScale = kScaleBlock / kOfLane;
@@ -163,7 +112,7 @@ __device__ __forceinline__ void store_eight(const float (&v)[kOfLane], T* row, i
 /// first of them at a multiple of 256; values past the row's end are 0.
 template <bool kWide>
 __device__ __forceinline__ void store_quantised(float (&v)[kOfLane], int64_t begin, int64_t width,
-                                                const RowTarget<fp8>& target) {
+                                                const Fp8Target& target) {
   float scale;
   if (target.scaling == Fp8Scaling::block) {
     float max = 0.f;
@@ -172,15 +121,10 @@ __device__ __forceinline__ void store_quantised(float (&v)[kOfLane], int64_t beg
     scale = made_scale(warp_reduce<MaxMagnitude, kLanesPerScale>(max));
     if (begin % kScaleBlock == 0 && begin < width) target.scales[begin / kScaleBlock] = scale;
   } else {
-    scale = *target.scales;
+    scale = target.given;
   }
   divide(v, scale);
   store_eight<kWide>(v, target.y, begin, width);
-}
-
-/// First scale of row `token` in a tensor of made or given scales.
-inline __device__ float* scales_of(float* scales, Fp8Scaling scaling, int64_t stride, int64_t token) {
-  return scaling == Fp8Scaling::tensor ? scales : scales + token * stride;
 }
 
 }  // namespace vivace::device

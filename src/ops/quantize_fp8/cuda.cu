@@ -35,11 +35,10 @@ __global__ __launch_bounds__(kThreads) void quantize_blocks_kernel(const __grid_
   const int64_t token = blockIdx.x;
   const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
   wait_for_previous_kernel();
+  const Fp8Target target = fp8_target(p.y, p.y_stride, p.scales, p.scale_stride, p.scaling, token);
   float v[kOfLane];
   load_eight<kWide>(static_cast<const X*>(p.x) + token * p.x_stride, begin, p.width, v);
   let_next_kernel_start();
-  const RowTarget<fp8> target{p.y + token * p.y_stride, scales_of(p.scales, p.scaling, p.scale_stride, token),
-                              p.scaling};
   store_quantised<kWide>(v, begin, p.width, target);
 }
 
@@ -56,7 +55,7 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
-  const float scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
+  const float scale = made_scale(block_reduce<MaxMagnitude>(max));
   let_next_kernel_start();
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.width; begin += kThreads * kOfLane) {

@@ -4,10 +4,12 @@
 //   bytes  8 H   read x, read residual, write residual, write y; the weight stays in the L2
 //   flops  6 H   below one flop per byte: memory is the only roof
 //
-// A block per row. The row waits in shared memory as fp32 between the sum and the scaling, so it is read once, whatever
-// its width, and what enters the norm is the unrounded sum. The order of the sum is fixed by the width.
+// A block per row, eight neighbours a thread, up to five times. A thread asks for all of its values at once and keeps them in
+// registers, so the row is read once, and what enters the norm is the unrounded sum. The order of the sum is fixed by the
+// width and by whether rows are aligned.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
@@ -21,7 +23,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 256;
+constexpr int kMostThreads = 1024, kMostPieces = kRmsNormMostHidden / (kMostThreads * kOfLane);
 
 template <class Out>
 struct Params {
@@ -35,47 +37,97 @@ struct Params {
   float eps;
 };
 
-template <class X, class Residual, class Out, int kVec>
-__global__ __launch_bounds__(kThreads) void rms_norm_kernel(const __grid_constant__ Params<Out> p) {
-  extern __shared__ float row[];
-  wait_for_previous_kernel();
+template <bool kWide>
+__device__ __forceinline__ void load_weights(DType type, const void* weight, int64_t begin, int64_t hidden,
+                                             float (&w)[kOfLane]) {
+  if (type == DType::f32) {
+    load_eight<kWide>(static_cast<const float*>(weight), begin, hidden, w);
+  } else if (type == DType::bf16) {
+    load_eight<kWide>(static_cast<const bf16*>(weight), begin, hidden, w);
+  } else {
+    load_eight<kWide>(static_cast<const f16*>(weight), begin, hidden, w);
+  }
+}
+
+/// Of kPieces times eight values a thread.
+template <class X, class Residual, class Out, int kPieces, bool kWide>
+__global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_constant__ Params<Out> p) {
+  constexpr bool kFp8 = std::is_same_v<Out, fp8>, kWeightsFirst = kPieces <= 2;  // a matter of registers
   const int64_t token = blockIdx.x;
   const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
   Residual* residual = static_cast<Residual*>(p.residual) + token * p.residual_stride;
-  float squares = 0.f;
-  for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += kThreads * kVec) {
-    float v[kVec];
-    load_floats(x + i, v);
-    if (p.residual != nullptr) {
-      float r[kVec];
-      load_floats(residual + i, r);
+  const auto begin = [](int piece) { return int64_t{threadIdx.x + piece * blockDim.x} * kOfLane; };
+  wait_for_previous_kernel();
+  Fp8Target target;
+  if constexpr (kFp8) target = fp8_target(p.y, p.y_stride, p.scales, p.scale_stride, p.scaling, token);
+  float v[kPieces][kOfLane], weights[kPieces][kOfLane];
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) v[j] += r[j];
-      store_floats(v, residual + i);
-    }
+  for (int i = 0; i < kPieces; ++i) {
+    load_eight<kWide>(x, begin(i), p.hidden, v[i]);
+    if (p.residual == nullptr) continue;
+    float other[kOfLane];
+    load_eight<kWide>(residual, begin(i), p.hidden, other);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      row[i + j] = v[j];
-      squares += v[j] * v[j];
-    }
+    for (int j = 0; j < kOfLane; ++j) v[i][j] += other[j];
   }
-  const float mean = block_reduce<Sum, kThreads>(squares) / static_cast<float>(p.hidden);
-  float scale = 1.f / sqrtf(mean + p.eps);
-  if (isinf(mean)) {  // the whole block's answer
-    squares = 0.f;
-    for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += kThreads * kVec) {
-      for (int j = 0; j < kVec; ++j) squares += (row[i + j] * kTinyFactor) * (row[i + j] * kTinyFactor);
-    }
-    scale = kTinyFactor / sqrtf(block_reduce<Sum, kThreads>(squares) / static_cast<float>(p.hidden));
-  }
-  for (int64_t i = threadIdx.x * kVec; i < p.hidden; i += kThreads * kVec) {
+  if constexpr (kWeightsFirst) {
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) row[i + j] *= scale * load_any(p.weight_type, p.weight, i + j);
+    for (int i = 0; i < kPieces; ++i)
+      load_weights<kWide>(p.weight_type, p.weight, begin(i), p.hidden, weights[i]);
   }
   let_next_kernel_start();
-  __syncthreads();
-  store_row<kThreads, kVec>(
-      row, p.hidden, RowTarget<Out>{p.y + token * p.y_stride, scales_of(p.scales, p.scaling, p.scale_stride, token), p.scaling});
+  if (p.residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) store_eight<kWide>(v[i], residual, begin(i), p.hidden);
+  }
+  const auto mean_square = [&](float factor) {
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+      for (int j = 0; j < kOfLane; ++j) squares += (v[i][j] * factor) * (v[i][j] * factor);
+    }
+    return block_reduce<Sum>(squares) / static_cast<float>(p.hidden);
+  };
+  const float mean = mean_square(1.f);
+  // The whole block has the same answer.
+  const float scale = isinf(mean) ? kTinyFactor / sqrtf(mean_square(kTinyFactor)) : 1.f / sqrtf(mean + p.eps);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    if constexpr (!kWeightsFirst)
+      load_weights<kWide>(p.weight_type, p.weight, begin(i), p.hidden, weights[i]);
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) v[i][j] *= scale * weights[i][j];
+  }
+
+  if constexpr (kFp8) {
+    if (p.scaling == Fp8Scaling::token) {
+      float max = 0.f;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+        for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[i][j]);
+      }
+      const float made = made_scale(block_reduce<MaxMagnitude>(max));
+      if (threadIdx.x == 0) *target.scales = made;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        divide(v[i], made);
+        store_eight<kWide>(v[i], target.y, begin(i), p.hidden);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) store_quantised<kWide>(v[i], begin(i), p.hidden, target);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) store_eight<kWide>(v[i], p.y + token * p.y_stride, begin(i), p.hidden);
+  }
+}
+
+/// Whether groups of eight values are whole and aligned, to 16 bytes or their size.
+bool is_wide(const Tensor& t) {
+  return !t.present() || alignment_of(t) % std::min<int64_t>(16, kOfLane * info_of(t.dtype).block_bytes) == 0;
 }
 
 }  // namespace
@@ -99,16 +151,26 @@ Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
                              .weight_type = args.weight.dtype,
                              .scaling = args.y_scaling,
                              .eps = static_cast<float>(args.eps)};
-    const LaunchShape shape{.grid = dim3(static_cast<unsigned>(args.x.shape[0])),
-                            .block = dim3(kThreads),
-                            .smem_bytes = args.x.shape[1] * 4,
-                            .overlap_previous = true};
-    // 16 bytes of the widest type, so that one count fits all.
-    constexpr int kWidest = std::min({kVec<X>, kVec<Residual>, kVec<Out>});
-    const int64_t alignment = std::min({alignment_of(args.x), alignment_of(args.y), alignment_of(args.residual)});
-    const bool wide = alignment % 16 == 0 && args.x.shape[1] % kWidest == 0;
-    const auto kernel = wide ? rms_norm_kernel<X, Residual, Out, kWidest> : rms_norm_kernel<X, Residual, Out, 1>;
-    status = launch("rms_norm", kernel, shape, stream, params);
+    const bool wide = args.x.shape[1] % kOfLane == 0 && is_wide(args.x) && is_wide(args.residual) &&
+                      is_wide(args.weight) && is_wide(args.y);
+    const auto with_pieces = [&]<int kPieces, bool kWide>() {
+      const int64_t of_warp = int64_t{32} * kOfLane * kPieces;
+      const int64_t warps = (args.x.shape[1] + of_warp - 1) / of_warp;
+      const LaunchShape shape{.grid = dim3(static_cast<unsigned>(args.x.shape[0])),
+                              .block = dim3(static_cast<unsigned>(32 * warps)),
+                              .overlap_previous = true};
+      status = launch("rms_norm", rms_norm_kernel<X, Residual, Out, kPieces, kWide>, shape, stream, params);
+    };
+    const int64_t pieces = (args.x.shape[1] + kMostThreads * kOfLane - 1) / (kMostThreads * kOfLane);
+    if (!wide) {
+      with_pieces.template operator()<kMostPieces, false>();
+    } else if (pieces == 1) {
+      with_pieces.template operator()<1, true>();
+    } else if (pieces == 2) {
+      with_pieces.template operator()<2, true>();
+    } else {
+      with_pieces.template operator()<kMostPieces, true>();
+    }
   };
   with_type<float, bf16>(args.x.dtype, [&](auto x) {
     with_type<float, bf16>(args.residual.present() ? args.residual.dtype : args.x.dtype, [&](auto residual) {

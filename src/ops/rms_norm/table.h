@@ -11,8 +11,9 @@ Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream);
 
 Facts rms_norm_facts(const RmsNormArgs& args);
 
-// A row waits in shared memory as fp32.
-inline constexpr Need kRmsNormCudaNeeds[] = {{"hidden", Need::at_most, 40960},
+// A row waits in the registers of a block.
+inline constexpr int64_t kRmsNormMostHidden = 40960;
+inline constexpr Need kRmsNormCudaNeeds[] = {{"hidden", Need::at_most, kRmsNormMostHidden},
                                              {"compute_capability", Need::at_least, 80}};
 
 inline constexpr Row<RmsNormArgs> kRmsNormRows[] = {

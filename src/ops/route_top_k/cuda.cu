@@ -251,7 +251,8 @@ __global__ __launch_bounds__(kMostThreads) void route_top_k_kernel(const __grid_
     const auto four = *reinterpret_cast<const uint4*>(team_keys + other);
     at_least += (four.x >= of_team) + (four.y >= of_team) + (four.z >= of_team) + (four.w >= of_team);
   }
-  const uint32_t bound = max(__reduce_max_sync(kAllLanes, at_least >= p.top_k ? of_team : kTaken), kTaken + 1);
+  const uint32_t bound =
+      max(__reduce_max_sync(kAllLanes, at_least >= p.top_k ? of_team : kTaken), kTaken + 1);
   if (softmax && !by_score) exponentials(__reduce_max_sync(kAllLanes, of_team));
 
 #pragma unroll

@@ -53,17 +53,19 @@ template <class T, class Out, bool kWide>
 __global__ __launch_bounds__(kThreads) void silu_mul_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
   const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
-  Out* const y = static_cast<Out*>(p.y) + token * p.y_stride;
   wait_for_previous_kernel();
+  Fp8Target target;
+  if constexpr (std::is_same_v<Out, fp8>) {
+    target = fp8_target(static_cast<fp8*>(p.y), p.y_stride, p.scales, p.scale_stride, p.scaling, token);
+  }
   float v[kOfLane];
   silu_mul_eight<kWide>(static_cast<const T*>(p.gate) + token * p.gate_stride,
                         static_cast<const T*>(p.up) + token * p.up_stride, begin, p, v);
   let_next_kernel_start();
   if constexpr (std::is_same_v<Out, fp8>) {
-    const RowTarget<fp8> target{y, scales_of(p.scales, p.scaling, p.scale_stride, token), p.scaling};
     store_quantised<kWide>(v, begin, p.intermediate, target);
   } else {
-    store_eight<kWide>(v, y, begin, p.intermediate);
+    store_eight<kWide>(v, static_cast<Out*>(p.y) + token * p.y_stride, begin, p.intermediate);
   }
 }
 
@@ -84,7 +86,7 @@ __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_con
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
-  const float scale = made_scale(block_reduce<MaxMagnitude, kThreads>(max));
+  const float scale = made_scale(block_reduce<MaxMagnitude>(max));
   let_next_kernel_start();
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.intermediate; begin += stride) {
