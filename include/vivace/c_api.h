@@ -375,7 +375,7 @@ typedef struct vivace_expert_weights {
 typedef struct vivace_fused_moe_args {
   size_t struct_bytes;
   vivace_tensor x;             /* [tokens, hidden], f32, bf16 or fp8 */
-  vivace_tensor x_scale;       /* with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)] */
+  vivace_tensor x_scale;       /* with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]; or what x is quantised by */
   vivace_tensor gate_up;       /* [experts, 2 * intermediate, hidden], gate rows first; absent with `experts` */
   vivace_tensor down;          /* [experts, hidden, intermediate] */
   vivace_tensor gate_up_scale; /* with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H] */
@@ -384,11 +384,16 @@ typedef struct vivace_fused_moe_args {
   vivace_expert_weights shared; /* optional expert that every token visits */
   vivace_tensor expert_ids;     /* i32 [tokens, top_k]; -1: not here */
   vivace_tensor expert_weights; /* f32 [tokens, top_k] */
+  vivace_tensor expert_map;     /* optional i32 [ids]: which expert here an id is, negative for those elsewhere */
   vivace_tensor y;              /* out, [tokens, hidden] */
   vivace_tensor workspace;
   const vivace_expert_weights* experts; /* or one by one, in place of gate_up and down; read during the call only */
   int64_t expert_count;                 /* how many there are at `experts` */
   int64_t block_offset;                 /* 0 .. 127: where this slice of the intermediate starts in a block of 128 */
+  int64_t first_expert;                 /* the id of expert 0 here; 0 with an expert_map */
+  double swiglu_alpha;                  /* g * sigmoid(alpha * g) * (u + beta), with g = min(gate, limit) and u = up within */
+  double swiglu_limit;                  /* -limit and limit; alpha 0 is 1, limit 0 is none, so that zeros are SiLU */
+  double swiglu_beta;
   int64_t batch_invariant;              /* a token's bits must not depend on how many tokens there are */
 } vivace_fused_moe_args;
 vivace_code vivace_fused_moe(const vivace_fused_moe_args* args, const vivace_stream* stream);

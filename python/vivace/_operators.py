@@ -32,9 +32,9 @@ _TABLE = {
                     "weight_version:int bias? scores! current_version:int batch_invariant:int weight_ready:int"),
     "route_top_k": ("scores correction_bias? expert_ids! expert_weights! zero_weight?! live_tokens? scoring:int renormalise:int "
                     "scale:float groups:int top_groups:int zero_experts:int"),
-    "fused_moe": (f"x x_scale? gate_up down gate_up_scale? down_scale? act_scale? {_SHARED} expert_ids expert_weights y! "
-                  "workspace?! experts:pointer expert_count:int block_offset:int "
-                  "batch_invariant:int"),
+    "fused_moe": (f"x x_scale? gate_up down gate_up_scale? down_scale? act_scale? {_SHARED} expert_ids expert_weights "
+                  "expert_map? y! workspace?! experts:pointer expert_count:int block_offset:int first_expert:int "
+                  "swiglu_alpha:float swiglu_limit:float swiglu_beta:float batch_invariant:int"),
     "grouped_gemm": "x weight group_start group_rows x_scale? weight_scale? y! batch_invariant:int",
     "silu_mul": f"gate up {_SCALED}",
     "quantize_fp8": "x y! scale?! scaling:int",
@@ -53,7 +53,7 @@ class Argument(NamedTuple):
     @property
     def said(self) -> str:
         """Its name in messages, as the library writes it."""
-        return re.sub(r"^parts_(\d)_", r"parts[\1].", self.name).replace("params_", "params.")
+        return re.sub(r"^parts_(\d)_", r"parts[\1].", self.name).replace("params_", "params.").replace("swiglu_", "swiglu.")
 
 
 class Operator(NamedTuple):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
 
@@ -460,24 +461,34 @@ class ExpertWeights(NamedTuple):
 @_operator({}, y="out")
 def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_weights: Array, *, x_scale: Array | None = None,
               gate_up_scale: Array | None = None, down_scale: Array | None = None, act_scale: Array | None = None,
-              block_offset: int = 0, shared: ExpertWeights | None = None, batch_invariant: bool = False, out: Array | None = None,
-              out_dtype: str | None = None, workspace: Array | None = None) -> Array:
+              block_offset: int = 0, shared: ExpertWeights | None = None, first_expert: int = 0, expert_map: Array | None = None,
+              swiglu_alpha: float = 1, swiglu_limit: float = math.inf, swiglu_beta: float = 0, batch_invariant: bool = False,
+              out: Array | None = None, out_dtype: str | None = None, workspace: Array | None = None) -> Array:
     """out[t] = sum over j of expert_weights[t, j] * down_e . (silu(gate_e . x_t) * (up_e . x_t)), plus the shared expert.
 
     x               [tokens, hidden], f32, bf16 or fp8        out  [tokens, hidden]
     gate_up         [experts, 2 * intermediate, hidden], gate rows first        down  [experts, hidden, intermediate]
     expert_ids      i32 [tokens, top_k], -1: not here         expert_weights  f32 [tokens, top_k]
-    x_scale         with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]
+    x_scale         with fp8 x: f32 [1], or [tokens, ceil(hidden / 128)]; with another x and fp8 weights of one scale an expert f32
+                    [1], which x is quantised by; with blocks none: then x gets made scales
     gate_up_scale   with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
     down_scale      with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
     act_scale       with fp8 weights of one scale an expert: f32 [1] or [experts]
     block_offset    where this slice of the intermediate starts in a block of 128
+    first_expert    the id of expert 0 here, where a rank has neighbours
+    expert_map      i32 [ids]: which expert here an id is, negative for those elsewhere
+    swiglu_alpha, _limit, _beta   g * sigmoid(alpha * g) * (u + beta), g = min(gate, limit), u = up within -limit and limit:
+                    silu(gate) * up as they stand, and gpt-oss's gate with 1.702, 7, 1
     batch_invariant a token's bits must not depend on how many tokens there are
     """
+    for name, value in (("swiglu_alpha", swiglu_alpha), ("swiglu_limit", swiglu_limit)):
+        if value == 0:  # which stands for what is not given in C
+            raise ValueError(f"fused_moe: {name} is 0, needs a number above 0")
     if out is None:
         out = empty(x, x.shape, out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
-    return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights, out,
-            workspace, 0, 0, block_offset, int(batch_invariant)), out
+    return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights,
+            expert_map, out, workspace, 0, 0, block_offset, first_expert, swiglu_alpha, swiglu_limit, swiglu_beta,
+            int(batch_invariant)), out
 
 
 @_operator({"x": 2, "weight": 3}, y="out")

@@ -1,6 +1,7 @@
 #include "src/c_api/read.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "src/core/error.h"
@@ -331,6 +332,8 @@ FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
   const auto part = [&](std::string_view name, const vivace_tensor& t) {
     return t.dtype == 0 ? Tensor() : reader.tensor(name, t);
   };
+  const int32_t weights = from.expert_count > 0 && from.experts != nullptr ? from.experts[0].gate.dtype : from.gate_up.dtype;
+  const bool quantises = from.x.dtype != VIVACE_FP8_E4M3 && weights == VIVACE_FP8_E4M3;  // before y is written
   return {.x = reader.tensor("x", from.x),
           .x_scale = reader.tensor("x_scale", from.x_scale),
           .gate_up = reader.tensor("gate_up", from.gate_up),
@@ -349,8 +352,13 @@ FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
                      .act_scale = part("shared.act_scale", shared.act_scale)},
           .expert_ids = reader.tensor("expert_ids", from.expert_ids),
           .expert_weights = reader.tensor("expert_weights", from.expert_weights),
+          .first_expert = from.first_expert,
+          .expert_map = reader.tensor("expert_map", from.expert_map),
+          .swiglu = {.alpha = from.swiglu_alpha == 0 ? 1 : from.swiglu_alpha,
+                     .limit = from.swiglu_limit == 0 ? INFINITY : from.swiglu_limit,
+                     .beta = from.swiglu_beta},
           .batch_invariant = from.batch_invariant != 0,
-          .y = reader.output("y", from.y),
+          .y = reader.output("y", from.y, quantises ? "x" : ""),
           .workspace = reader.output("workspace", from.workspace)};
 }
 

@@ -111,11 +111,6 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 
-/// silu(gate) * up.
-__device__ __forceinline__ float gated(float gate, float up) {
-  return gate / (1.f + expf(-gate)) * up;
-}
-
 /// Calls body(T{}) with the device type of `dtype`, one of the listed ones; false when it is none of them.
 template <class... T, class Body>
 bool with_type(DType dtype, Body&& body);

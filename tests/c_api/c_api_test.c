@@ -319,6 +319,25 @@ static void test_fused_moe(void) {
   CHECK(vivace_fused_moe(&args, NULL) == VIVACE_OK);
   CHECK(fabsf(y[0] - expected[0]) < 1e-6f && fabsf(y[1] - expected[1]) < 1e-6f);
 
+  /* Ids 4 and 5 of a slice, or by a map, and gpt-oss's gate: 2 at most 1.5, and 0.5 + 1. */
+  int32_t slice[4] = {4, 5, 5, 3}, of_map[4] = {2, 0, 0, 1}, map[3] = {1, -1, 0};
+  args.expert_ids = TENSOR(slice, VIVACE_I32, 2, 2);
+  args.first_expert = 4;
+  y[0] = y[1] = 0;
+  CHECK(vivace_fused_moe(&args, NULL) == VIVACE_OK);
+  CHECK(fabsf(y[0] - expected[0]) < 1e-6f && fabsf(y[1] - expected[1]) < 1e-6f);
+  args.expert_ids = TENSOR(of_map, VIVACE_I32, 2, 2);
+  args.first_expert = 0;
+  args.expert_map = TENSOR(map, VIVACE_I32, 3);
+  args.swiglu_alpha = 1.702, args.swiglu_limit = 1.5, args.swiglu_beta = 1;
+  CHECK(vivace_fused_moe(&args, NULL) == VIVACE_OK);
+  CHECK(fabsf(y[1] + 2 / (1 + expf(1.702f * 2)) * 2) < 1e-6f);
+  args.swiglu_limit = -1;
+  CHECK_FAILS(vivace_fused_moe(&args, NULL), VIVACE_INVALID_ARGUMENT, "swiglu.limit is -1, needs a number above 0");
+  args.swiglu_alpha = args.swiglu_limit = args.swiglu_beta = 0;
+  args.expert_map = (vivace_tensor){0};
+  args.expert_ids = TENSOR(ids, VIVACE_I32, 2, 2);
+
   vivace_expert_weights experts[2];
   memset(experts, 0, sizeof(experts));
   for (int e = 0; e < 2; ++e) {

@@ -33,9 +33,9 @@ Magnitudes magnitudes_of(const FusedMoeArgs& args) {
     for (int64_t i = 0; i < w.gate.shape[0]; ++i) {
       const double g = dot(w.gate, up_scales(args, w.gate_scale), i, x, &unused, &unused);
       const double u = dot(w.up, up_scales(args, w.up_scale), i, x, &unused, &unused);
-      h.push_back(g / (1 + std::exp(-g)) * u);
+      h.push_back(gate_of<double>(args.swiglu)(g, u));
       m.gate = std::max(m.gate, std::abs(g));
-      m.up = std::max(m.up, std::abs(u));
+      m.up = std::max(m.up, std::abs(u) + args.swiglu.beta);
       m.hidden = std::max(m.hidden, std::abs(h.back()));
     }
     for (int64_t i = 0; i < w.down.shape[0]; ++i) {
@@ -48,8 +48,8 @@ Magnitudes magnitudes_of(const FusedMoeArgs& args) {
     for (size_t i = 0; i < x.size(); ++i)
       x[i] *= activation_scales(args.x_scale).at(t, static_cast<int64_t>(i));
     for (int64_t j = 0; j < args.expert_ids.shape[1]; ++j) {
-      const int32_t id = args.expert_ids.at(t).as<int32_t>()[j];
-      if (has_work(id, expert_count(args))) visit(expert_at(args, id), x);
+      const int32_t e = local_experts(args).of(args.expert_ids.at(t).as<int32_t>()[j]);
+      if (e >= 0) visit(expert_at(args, e), x);
     }
     if (args.shared.present()) visit(args.shared, x);
   }
@@ -464,6 +464,77 @@ TEST(FusedMoe, Fp8HandWorked) {
   EXPECT_NEAR(y, 0.5f * 8 * 8, 1e-5);
 }
 
+// Expert 0 and 1 multiply by 1 and 2 and are the ids 7 and 8 of a slice; by a map 3 is expert 1 and 0 nobody.
+TEST(FusedMoe, IdsOfASliceAndOfAMap) {
+  for (const Row<FusedMoeArgs>& row : kFusedMoeRows) {
+    if (row.device != Device::cpu) continue;
+    SCOPED_TRACE(row.name);
+    TinyExperts slice({1, 2});
+    slice.args.first_expert = 7;
+    std::vector<float> y = slice.run({1, 1, 1}, {7, 8, 6, 9, -1, INT32_MIN}, std::vector<float>(6, 1), row);
+    EXPECT_NEAR(y[0], 3, 1e-6);
+    EXPECT_EQ(y[1], 0);
+    EXPECT_EQ(y[2], 0);
+    TinyExperts by_map({1, 2});
+    int32_t map[] = {-1, 2, 0, 1};  // 2 is no expert here
+    by_map.args.expert_map = Tensor(map, DType::i32, {4});
+    y = by_map.run({1, 1, 1}, {3, 2, 0, 3, 1, 4}, std::vector<float>(6, 1), row);
+    EXPECT_NEAR(y[0], 3, 1e-6);
+    EXPECT_NEAR(y[1], 2, 1e-6);
+    EXPECT_EQ(y[2], 0);
+  }
+}
+
+// One number: gate = 10 at most 7, up = -9 at least -7: 7 sigmoid(1.702 * 7) (1 - 7).
+TEST(FusedMoe, SwiGluHandWorked) {
+  for (const Row<FusedMoeArgs>& row : kFusedMoeRows) {
+    if (row.device != Device::cpu) continue;
+    SCOPED_TRACE(row.name);
+    TinyExperts experts({1});
+    experts.gate_up = {10, -9};
+    experts.args.swiglu = {1.702, 7, 1};
+    EXPECT_NEAR(experts.run({1}, {0}, {1}, row)[0], 7 / (1 + std::exp(-1.702 * 7)) * (1 - 7), 1e-5);
+    EXPECT_NEAR(experts.run({-1}, {0}, {1}, row)[0], -10 / (1 + std::exp(17.02)) * (1 + 7), 1e-9);
+    EXPECT_TRUE(std::isnan(experts.run({NAN}, {0}, {1}, row)[0]));
+    experts.args.swiglu = {.limit = 2};
+    EXPECT_NEAR(experts.run({1}, {0}, {1}, row)[0], 2 / (1 + std::exp(-2.0)) * -2, 1e-5);
+  }
+}
+
+// What a caller would do with quantize_fp8 before.
+TEST(FusedMoe, XIsQuantisedWhereWeightsAreFp8) {
+  for (const DType x_type : {DType::bf16, DType::f32}) {
+    for (const bool blocks : {false, true}) {
+      for (const int64_t tokens : {1, 40, 300}) {
+        SCOPED_TRACE(::testing::Message() << name_of(x_type) << (blocks ? ", blocks, " : ", ") << tokens);
+        const FusedMoeCase c{
+            "", tokens,          144,   48, 4, 2, DType::fp8_e4m3, MoeRouting::any, 16, false,
+            0,  DType::fp8_e4m3, blocks};
+        for (const Stream& stream : test_streams()) {
+          FusedMoeProblem want(c, 1, stream), got(c, 1, stream);
+          std::mt19937 rng(4);
+          Guarded x(x_type, {tokens, 144}, 147);
+          x.random(rng, 1);
+          got.args.x = x;
+          if (blocks) got.args.x_scale = Tensor();
+          got.take_workspace(stream);
+          ASSERT_OK(fused_moe(got.args, stream));
+          ASSERT_OK(quantize_fp8({.x = x,
+                                  .y = want.args.x,
+                                  .scale = want.args.x_scale,
+                                  .scaling = blocks ? Fp8Scaling::block : Fp8Scaling::tensor},
+                                 stream));
+          ASSERT_OK(fused_moe(want.args, stream));
+          EXPECT_EQ(values_of(got.y), values_of(want.y));
+          EXPECT_TRUE(got.y.canaries_intact() && got.workspace.canaries_intact());
+          EXPECT_EQ(fused_moe_explain(got.args, stream).row, fused_moe_explain(want.args, stream).row);
+          EXPECT_GT(fused_moe_cost(got.args).bytes, fused_moe_cost(want.args).bytes);
+        }
+      }
+    }
+  }
+}
+
 TEST(FusedMoe, RefusesScalesThatDisagree) {
   const auto refuses = [](const FusedMoeArgs& base, auto&& change, const char* text) {
     FusedMoeArgs args = base;
@@ -500,6 +571,13 @@ TEST(FusedMoe, RefusesScalesThatDisagree) {
       "gate_up_scale.shape[2] is 2, needs intermediate blocks = 1");
   refuses(
       blocks.args, [&](auto& a) { a.act_scale = p.args.act_scale; }, "act_scale is f32[4], needs none");
+  const Guarded f32(DType::f32, {2, 144});
+  refuses(
+      blocks.args, [&](auto& a) { a.x = f32; },
+      "x_scale is f32[2, 2], needs none where x is quantised with made scales");
+  refuses(
+      p.args, [&](auto& a) { a.x = f32, a.x_scale = Tensor(); },
+      "x_scale is absent, needs scales with fp8 x");
   FusedMoeProblem plain({"", 2, 16, 8, 4, 2}, 1);
   refuses(
       plain.args, [&](auto& a) { a.x_scale = p.args.x_scale; }, "x_scale is f32[1], needs none");
@@ -531,6 +609,21 @@ TEST(FusedMoe, RefusesWhatDisagrees) {
       "shared.up.shape[0] is 9, needs shared intermediate = 8");
   refuses(
       p.args, [](auto& a) { a.shared.up = Tensor(); }, "shared.up is absent");
+  refuses(
+      p.args, [](auto& a) { a.first_expert = -1; }, "first_expert is -1, needs 0 to 2147483647");
+  refuses(
+      p.args, [&](auto& a) { a.expert_map = a.expert_ids; }, "expert_map");
+  const Guarded map(DType::i32, {9});
+  refuses(
+      p.args, [&](auto& a) { a.expert_map = map, a.first_expert = 2; },
+      "first_expert is 2, needs 0 with an expert_map");
+  refuses(
+      p.args, [](auto& a) { a.swiglu.alpha = 0; }, "swiglu.alpha is 0, needs a number above 0");
+  refuses(
+      p.args, [](auto& a) { a.swiglu.limit = NAN; },
+      "swiglu.limit is nan, needs a number above 0, or infinity");
+  refuses(
+      p.args, [](auto& a) { a.swiglu.beta = INFINITY; }, "swiglu.beta is inf, needs a finite number");
   refuses(
       p.args, [](auto& a) { a.workspace = Tensor(); }, "workspace is absent");
   refuses(

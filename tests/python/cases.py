@@ -96,13 +96,14 @@ def attention(q, k, v, pages, lengths, starts, window=0, soft_cap=0.0, sinks=Non
     return out
 
 
-def moe(x, gate_up, down, ids, weights):
+def moe(x, gate_up, down, ids, weights, alpha=1, limit=np.inf, beta=0):
     out, half = np.zeros(x.shape), gate_up.shape[1] // 2
     for t in range(x.shape[0]):
         for expert, weight in zip(ids[t], weights[t]):
             if expert >= 0:
                 product = gate_up[expert] @ x[t]
-                out[t] += weight * (down[expert] @ (silu(product[:half]) * product[half:]))
+                gate, up = np.minimum(product[:half], limit), np.clip(product[half:], -limit, limit)
+                out[t] += weight * (down[expert] @ (silu(alpha * gate) / alpha * (up + beta)))
     return out
 
 
@@ -142,6 +143,12 @@ def cases():
         experts, weights = T("i32", np.array([[0, 5], [3, -1], [1, 2], [5, 0], [-1, -1]])), T("f32", rng.random((5, 2)))
         add(f"fused_moe.{kind}", vivace.fused_moe, (x, gate_up, down, experts, weights), {},
             lambda x=x, gu=gate_up, d=down, e=experts, w=weights: [moe(rounded(x), rounded(gu), rounded(d), e.values, w.values)],
+            4 * bound)
+        there = T("i32", np.array([5, -1, 0, 3, 1, 2]))
+        add(f"fused_moe.map.{kind}", vivace.fused_moe, (x, gate_up, down, experts, weights),
+            {"expert_map": there, "swiglu_alpha": 1.702, "swiglu_limit": 0.5, "swiglu_beta": 1.0},
+            lambda x=x, gu=gate_up, d=down, e=experts, m=there, w=weights: [
+                moe(rounded(x), rounded(gu), rounded(d), np.where(e.values < 0, -1, m.values[e.values]), w.values, 1.702, 0.5, 1)],
             4 * bound)
 
         router = T("f32", normal(8, 96))

@@ -94,9 +94,9 @@ def expert_scales(gate_up: torch.Tensor, down: torch.Tensor, gate_up_scale: torc
 
 def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *,
             gate_up_scale: torch.Tensor | None = None, down_scale: torch.Tensor | None = None, x_scale: torch.Tensor | None = None,
-            act_scale: torch.Tensor | None = None, block: bool = False, batch_invariant: bool = False,
-            out: torch.Tensor | None = None) -> torch.Tensor:
-    """The routed experts of a layer. x is quantised here where the weights are fp8 and it is not yet.
+            act_scale: torch.Tensor | None = None, block: bool = False, expert_map: torch.Tensor | None = None,
+            batch_invariant: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The routed experts of a layer. fused_moe quantises x where the weights are fp8 and it is not yet.
 
     Without blocks x_scale has one value and act_scale one, or one an expert, in any shape: engines reduce them to no dimension.
     """
@@ -105,11 +105,12 @@ def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: tor
         if not block and (x_scale is None or act_scale is None):
             raise NotImplementedError("vivace: experts in fp8 with one scale a tensor, whose activations have none in the checkpoint; "
                                       "dynamic scales are known with blocks of 128")
-        if x.dtype != torch.float8_e4m3fn:
-            x, x_scale = (vivace.quantize_fp8(x, scaling="block") if block else
-                          vivace.quantize_fp8(x, scaling="tensor", scale=x_scale.reshape(1)))
         scales = expert_scales(gate_up, down, gate_up_scale, down_scale, block)
-        options = {"x_scale": x_scale if block else x_scale.reshape(1), "gate_up_scale": scales[0], "down_scale": scales[1]}
+        options = {"gate_up_scale": scales[0], "down_scale": scales[1]}
         if not block:
-            options["act_scale"] = act_scale.reshape(-1)
+            options |= {"x_scale": x_scale.reshape(1), "act_scale": act_scale.reshape(-1)}
+        elif x.dtype == torch.float8_e4m3fn:
+            options["x_scale"] = x_scale
+    if expert_map is not None:
+        options["expert_map"] = expert_map.to(torch.int32)
     return vivace.fused_moe(x, gate_up, down, ids.to(torch.int32), weights.float(), batch_invariant=batch_invariant, out=out, **options)

@@ -16,6 +16,14 @@ enum class MoeRouting {
   none,      ///< no choice has work
 };
 
+/// What the ids of a case are.
+enum class MoeIds {
+  here,   ///< 0 is the first expert
+  slice,  ///< kFirstExpert is; those before and behind are elsewhere
+  map,    ///< any of twice as many and one, by an expert_map
+};
+inline constexpr int32_t kFirstExpert = 5;
+
 struct FusedMoeCase {
   const char* name;
   int64_t tokens, hidden, intermediate, experts, top_k;
@@ -28,6 +36,8 @@ struct FusedMoeCase {
   bool blocks = false;  ///< fp8: scales of blocks of 128, not one per expert
   int64_t block_offset = 0;
   DType y = DType::none;  ///< none: x's
+  MoeIds are = MoeIds::here;
+  SwiGlu swiglu = {};
 };
 
 inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
@@ -89,6 +99,24 @@ inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
      0, DType::bf16},
     {"fp8 blocks, hundreds of rows, slice from 64", 280, 144, 192, 2, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 288,
      DType::fp8_e4m3, true, 64, DType::bf16},
+    {"a slice of the experts", 9, 64, 40, 6, 3, DType::f32, MoeRouting::any, 16, false, 0, DType::f32, false, 0,
+     DType::none, MoeIds::slice},
+    {"a map of the experts", 9, 64, 40, 6, 3, DType::bf16, MoeRouting::any, 0, true, 0, DType::f32, false, 0, DType::none,
+     MoeIds::map, {1.702, 1, 1}},
+    {"gpt-oss's gate", 7, 64, 40, 6, 3, DType::f32, MoeRouting::distinct, 16, false, 0, DType::f32, false, 0, DType::none,
+     MoeIds::here, {1.702, 1, 1}},
+    {"bf16 activations, decode, a slice, gpt-oss's gate", 24, 96, 48, 32, 4, DType::bf16, MoeRouting::any, 32, false, 0,
+     DType::bf16, false, 0, DType::none, MoeIds::slice, {1.702, 1, 1}},
+    {"fp8, decode, a map, a limit", 16, 400, 208, 32, 4, DType::fp8_e4m3, MoeRouting::any, 64, false, 0, DType::fp8_e4m3,
+     false, 0, DType::bf16, MoeIds::map, {1, 1.5, 0}},
+    {"fp8 blocks, decode, a slice, gpt-oss's gate", 16, 400, 208, 32, 4, DType::fp8_e4m3, MoeRouting::any, 64, false, 0,
+     DType::fp8_e4m3, true, 48, DType::bf16, MoeIds::slice, {1.702, 1, 1}},
+    {"bf16 activations, hundreds of rows, a map, a limit", 400, 72, 64, 4, 3, DType::bf16, MoeRouting::any, 40, false, 80,
+     DType::bf16, false, 0, DType::none, MoeIds::map, {1, 1.5, 0}},
+    {"fp8, hundreds of rows, a slice, gpt-oss's gate", 280, 144, 80, 2, 3, DType::fp8_e4m3, MoeRouting::any, 48, false, 0,
+     DType::fp8_e4m3, false, 0, DType::bf16, MoeIds::slice, {1.702, 1, 1}},
+    {"fp8 blocks, hundreds of rows, a map, gpt-oss's gate", 280, 144, 192, 2, 3, DType::fp8_e4m3, MoeRouting::any, 48,
+     false, 0, DType::fp8_e4m3, true, 64, DType::bf16, MoeIds::map, {1.702, 1, 1}},
     {"fp8 blocks, odd sizes", 3, 133, 150, 4, 2, DType::fp8_e4m3, MoeRouting::any, 5, true, 0, DType::fp8_e4m3, true,
      17},
     // clang-format on
@@ -110,7 +138,7 @@ inline std::span<const FusedMoeCase> fused_moe_cases(CaseSize size) {
 /// A case with its memory: random inputs, poisoned outputs. Matrices are scaled by 1 / sqrt(columns), so values
 /// stay near 1.
 struct FusedMoeProblem {
-  Guarded x, gate_up, down, shared_gate, shared_up, shared_down, ids, weights, y, workspace;
+  Guarded x, gate_up, down, shared_gate, shared_up, shared_down, ids, map, weights, y, workspace;
   Guarded x_scale, gate_up_scale, down_scale, act_scale, shared_scale[4];
   std::vector<ExpertWeights> experts;
   FusedMoeArgs args;
@@ -142,7 +170,14 @@ struct FusedMoeProblem {
     weights = Guarded(DType::f32, {c.tokens, c.top_k});
     weights.random(rng, 0.3, 0.5);
     route(c, rng);
-    args = {.x = x, .gate_up = gate_up, .down = down, .expert_ids = ids, .expert_weights = weights, .y = y};
+    args = {.x = x,
+            .gate_up = gate_up,
+            .down = down,
+            .expert_ids = ids,
+            .expert_weights = weights,
+            .swiglu = c.swiglu,
+            .y = y};
+    number(c, rng);
     if (c.shared > 0) {
       shared_gate = matrix({c.shared, c.hidden});
       shared_up = matrix({c.shared, c.hidden});
@@ -202,6 +237,34 @@ struct FusedMoeProblem {
   int64_t footprint_bytes() const { return gate_up.bytes() + down.bytes() + x.bytes() + y.bytes(); }
 
  private:
+  /// Ids of experts here become those of a slice or of a map; the others stay without work.
+  void number(const FusedMoeCase& c, std::mt19937& rng) {
+    if (c.are == MoeIds::here) return;
+    const auto experts = static_cast<int32_t>(c.experts);
+    std::vector<int32_t> elsewhere, id_of(c.experts);
+    if (c.are == MoeIds::slice) {
+      args.first_expert = kFirstExpert;
+      for (int32_t e = 0; e < experts; ++e) id_of[e] = kFirstExpert + e;
+      elsewhere = {0, kFirstExpert - 1, kFirstExpert + experts, INT32_MAX, -1, INT32_MIN};
+    } else {
+      map = Guarded(DType::i32, {2 * c.experts + 1});
+      std::vector<int32_t> all(2 * c.experts + 1);
+      for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int32_t>(i);
+      std::shuffle(all.begin(), all.end(), rng);
+      constexpr int32_t kNowhere[] = {-1, INT32_MIN};
+      for (size_t i = 0; i < all.size(); ++i) {
+        const bool is_here = i < id_of.size();
+        if (is_here) id_of[i] = all[i];
+        map.as<int32_t>()[all[i]] = is_here ? static_cast<int32_t>(i) : kNowhere[i % 2];
+      }
+      elsewhere = {all.back(), static_cast<int32_t>(all.size()), INT32_MAX, -1, INT32_MIN};
+      args.expert_map = map;
+    }
+    for (int64_t i = 0; i < c.tokens * c.top_k; ++i) {
+      int32_t& id = ids.as<int32_t>()[i];
+      id = id >= 0 && id < experts ? id_of[id] : elsewhere[i % elsewhere.size()];
+    }
+  }
   void route(const FusedMoeCase& c, std::mt19937& rng) {
     std::vector<int32_t> all(static_cast<size_t>(c.experts));
     for (size_t e = 0; e < all.size(); ++e) all[e] = static_cast<int32_t>(e);

@@ -5,7 +5,7 @@
 //   flops  6 k I H                           a decode step is bound by the weights, a prompt by arithmetic
 //
 // A block of tokens has at most kMaxSlots (token, choice) pairs; they are sorted by expert without moving x. Three loops
-// follow: gate, up and SiLU into `hidden`; down into `partial`; the weighted sum of a token's partials in order of choice.
+// follow: gate, up and SwiGLU into `hidden`; down into `partial`; the weighted sum of a token's partials in order of choice.
 // A product depends on its row of x and its weight row alone, so neither grouping nor blocks change a bit.
 
 #undef HWY_TARGET_INCLUDE
@@ -27,19 +27,28 @@
 HWY_BEFORE_NAMESPACE();
 namespace vivace::HWY_NAMESPACE {
 
-/// gate = silu(gate) * up.
-void gate_by_silu(float* gate, const float* up, int64_t count) {
+/// gate = what `swiglu` makes of gate and up.
+void gate_by_swiglu(const SwiGlu& swiglu, float* gate, const float* up, int64_t count) {
   const hn::ScalableTag<float> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const auto alpha = hn::Set(d, static_cast<float>(swiglu.alpha)),
+             beta = hn::Set(d, static_cast<float>(swiglu.beta));
+  const auto inverse = hn::Set(d, static_cast<float>(1 / swiglu.alpha));
+  const auto most = hn::Set(d, static_cast<float>(swiglu.limit)), least = hn::Neg(most);
+  const auto gated = [&](const float* g, const float* u) {  // a comparison with NaN is false: it stays
+    const auto all_of_g = hn::LoadU(d, g), all_of_u = hn::LoadU(d, u);
+    const auto below = hn::IfThenElse(hn::Gt(all_of_g, most), most, all_of_g);
+    const auto between = hn::IfThenElse(hn::Gt(all_of_u, most), most,
+                                        hn::IfThenElse(hn::Lt(all_of_u, least), least, all_of_u));
+    return hn::Mul(hn::Mul(silu(d, hn::Mul(below, alpha)), inverse), hn::Add(between, beta));
+  };
   int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    hn::StoreU(hn::Mul(silu(d, hn::LoadU(d, gate + i)), hn::LoadU(d, up + i)), d, gate + i);
-  }
+  for (; i + lanes <= count; i += lanes) hn::StoreU(gated(gate + i, up + i), d, gate + i);
   if (i == count) return;
   float g[hn::MaxLanes(d)] = {}, u[hn::MaxLanes(d)] = {};
   std::copy(gate + i, gate + count, g);
   std::copy(up + i, up + count, u);
-  hn::StoreU(hn::Mul(silu(d, hn::LoadU(d, g)), hn::LoadU(d, u)), d, g);
+  hn::StoreU(gated(g, u), d, g);
   std::copy(g, g + (count - i), gate + i);
 }
 
@@ -109,23 +118,24 @@ struct Scratch {
 /// Sorts the block's pairs by expert, stable in slots; returns how many experts have rows.
 int64_t group_by_expert(const FusedMoeArgs& args, int64_t t0, int64_t tokens, const Scratch& s) {
   const int64_t experts = expert_count(args), top_k = args.expert_ids.shape[1];
+  const LocalExperts local = local_experts(args);
   std::fill(s.first, s.first + experts + 1, 0);
   const auto each_slot = [&](auto&& body) {
     for (int64_t t = 0; t < tokens; ++t) {
       const int32_t* ids = args.expert_ids.at(t0 + t).as<const int32_t>();
-      for (int64_t j = 0; j < top_k; ++j) body(t * top_k + j, ids[j]);
+      for (int64_t j = 0; j < top_k; ++j) body(t * top_k + j, local.of(ids[j]));
     }
   };
-  each_slot([&](int64_t, int32_t id) {
-    if (has_work(id, experts)) ++s.first[id + 1];
+  each_slot([&](int64_t, int32_t expert) {
+    if (expert >= 0) ++s.first[expert + 1];
   });
   int64_t active = 0;
   for (int64_t e = 0; e < experts; ++e) {
     if (s.first[e + 1] > 0) s.active[active++] = static_cast<int32_t>(e);
     s.first[e + 1] += s.first[e];
   }
-  each_slot([&](int64_t slot, int32_t id) {
-    s.row_of_slot[slot] = has_work(id, experts) ? s.first[id]++ : -1;
+  each_slot([&](int64_t slot, int32_t expert) {
+    s.row_of_slot[slot] = expert >= 0 ? s.first[expert]++ : -1;
     if (s.row_of_slot[slot] >= 0) s.token_of_row[s.row_of_slot[slot]] = static_cast<int32_t>(slot / top_k);
   });
   // The cursors have moved to the ends: each is the next expert's start.
@@ -160,7 +170,7 @@ void gate_and_up(const Group& g, int64_t n0, int64_t n1) {
                   up_scales(*g.args, g.weights->gate_scale));
     cpu::gemm_f32(x, count, g.weights->up, n0, n1, {}, {up, columns},
                   up_scales(*g.args, g.weights->up_scale));
-    VIVACE_SIMD(gate_by_silu)(gate, up, count * columns);
+    VIVACE_SIMD(gate_by_swiglu)(g.args->swiglu, gate, up, count * columns);
     for (int64_t i = 0; i < count; ++i) {
       std::copy_n(gate + i * columns, columns, g.hidden + (r + i) * intermediate + n0);
     }

@@ -5,7 +5,7 @@
 //   flops  6 k I H                         a decode step is bound by the weights, a prompt by the tensor cores
 //
 // Launches for a block of tokens: an index (a row per pair of token and choice, sorted by expert, stable in tokens); gate
-// and up with SiLU in the epilogue, reading the token's row of x in place; for blocks of scales a requantisation; down;
+// and up with SwiGLU in the epilogue, reading the token's row of x in place; for blocks of scales a requantisation; down;
 // and the sum of a token's rows in order of choice. The shared expert is one more group of its own. Every pair keeps its
 // row until the sum, so neither the order of experts nor the tile changes a bit.
 
@@ -30,8 +30,9 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 struct IndexParams {
   const int32_t* ids;
+  LocalExperts local;
   int64_t ids_stride;
-  int32_t slots, top_k, experts;
+  int32_t slots, top_k;
   int32_t *start, *rows, *token_of_row, *row_of_slot;
 };
 
@@ -68,7 +69,8 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
   const int expert = static_cast<int>(blockIdx.x);
   const auto id_of = [&](int slot) {
     if (slot >= p.slots) return -1;
-    return p.ids[kDense ? int64_t{slot} : int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k];
+    return p.local.of(
+        p.ids[kDense ? int64_t{slot} : int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k]);
   };
   int smaller = 0, equal = 0;
   for (int first = threadIdx.x; first < p.slots; first += kThreads * kSlotsOfThread) {
@@ -123,10 +125,11 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
 
 struct SumParams {
   const int32_t *ids, *row_of_slot;
+  LocalExperts local;
   const float* weights;
   const bf16 *out, *shared;  // null: no expert, no shared expert
   void* y;
-  int64_t ids_stride, weights_stride, y_stride, hidden, experts;
+  int64_t ids_stride, weights_stride, y_stride, hidden;
   int32_t top_k;
 };
 
@@ -142,8 +145,7 @@ __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ S
   wait_for_previous_kernel();
   const int64_t token = blockIdx.x;
   for (int j = threadIdx.x; j < p.top_k; j += kThreads) {
-    const int32_t id = p.ids[token * p.ids_stride + j];
-    const bool work = id >= 0 && id < p.experts;
+    const bool work = p.local.of(p.ids[token * p.ids_stride + j]) >= 0;
     rows[j] = work ? p.row_of_slot[token * p.top_k + j] : -1;
     factors[j] = work ? p.weights[token * p.weights_stride + j] : 0.f;
   }
@@ -202,6 +204,7 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
   up.type = x.dtype;
   up.block_scales = blocks;
   up.gated = true;
+  up.gate = gate_of<float>(args.swiglu);
   up.a = x.data;
   up.a_stride = x.stride[0];
   up.b = m.gate.data;
@@ -279,7 +282,7 @@ Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t 
     index.ids_stride = ids.stride[0];
     index.slots = static_cast<int32_t>(tokens * top_k);
     index.top_k = static_cast<int32_t>(top_k);
-    index.experts = static_cast<int32_t>(experts);
+    index.local = local_experts(args);
     index.start = s.start;
     index.rows = s.rows;
     index.token_of_row = s.token_of_row;
@@ -313,7 +316,7 @@ Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t 
   sum.weights_stride = weights.stride[0];
   sum.y_stride = y.stride[0];
   sum.hidden = hidden;
-  sum.experts = experts;
+  sum.local = local_experts(args);
   sum.top_k = routed ? static_cast<int32_t>(top_k) : 0;
   const bool aligned = alignment_of(y) % 16 == 0;
   const int64_t columns = kThreads * kSumColumns;

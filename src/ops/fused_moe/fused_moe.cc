@@ -1,6 +1,7 @@
 #include "vivace/fused_moe.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -73,10 +74,26 @@ constexpr ScaleNames kFirstExpert = {"experts[0].gate_scale", "experts[0].up_sca
 constexpr ScaleNames kSharedExpert = {"shared.gate_scale", "shared.up_scale", "shared.down_scale",
                                       "shared.act_scale"};
 
+/// Whether an optional map may be read here.
+bool map_is_readable(const Tensor& map) {
+  return !map.present() || (map.device == Device::cpu && map.data != nullptr && map.dtype == DType::i32 &&
+                            map.rank == 1 && (map.stride[0] == 1 || map.shape[0] <= 1));
+}
+
+/// The scales of a call.
+struct Scheme {
+  bool fp8, blocks;  ///< of 128, not one a tensor
+};
+Scheme scheme_of(const FusedMoeArgs& args) {
+  if (!quantises(args)) return {is_fp8(args), has_block_scales(args)};
+  if (args.gate_up.present()) return {true, args.gate_up_scale.rank == 4};
+  return {true, (args.experts.empty() ? args.shared : args.experts[0]).gate_scale.rank == 2};
+}
+
 /// Scales of an expert that comes as three matrices: none without fp8.
-Status check_scales(Checker& check, const FusedMoeArgs& args, const ExpertWeights& w,
+Status check_scales(Checker& check, const FusedMoeArgs& args, const Scheme& scheme, const ExpertWeights& w,
                     const ScaleNames& names) {
-  const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
+  const auto [fp8, blocks] = scheme;
   const auto one = [&](std::string_view name, const Tensor& scale, bool present, bool block, int64_t n,
                        int64_t k) -> Status {
     check.given(name, scale, present, present ? "a scale with fp8 weights" : "none");
@@ -136,27 +153,65 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
            std::min({alignment_of(shared.gate), alignment_of(shared.up), alignment_of(shared.down)}));
 }
 
+QuantisedMoe quantised_moe(const FusedMoeArgs& args) {
+  const int64_t tokens = args.x.shape[0], hidden = args.x.shape[1], blocks = scale_blocks(hidden);
+  const int64_t stride = (hidden + 15) / 16 * 16;  // bytes: rows that any row of the table reads
+  const bool made = scheme_of(args).blocks;
+  const int64_t x_bytes = whole_lines(tokens * stride),
+                scale_bytes = made ? whole_lines(tokens * blocks * int64_t{sizeof(float)}) : 0;
+  QuantisedMoe q{.left = args, .bytes = kWorkspaceSlack + x_bytes + scale_bytes};
+  uint8_t* const memory = args.workspace.data != nullptr ? first_line(args.workspace) : nullptr;
+  const auto at = [&](int64_t offset) { return memory != nullptr ? memory + offset : nullptr; };
+  q.left.x = Tensor(at(0), DType::fp8_e4m3, {tokens, hidden}, args.x.device);
+  q.left.x.stride[0] = stride;
+  if (made) q.left.x_scale = Tensor(at(x_bytes), DType::f32, {tokens, blocks}, args.x.device);
+  if (args.workspace.present()) {
+    q.left.workspace.data = at(x_bytes + scale_bytes);
+    q.left.workspace.shape[0] = std::max<int64_t>(0, args.workspace.shape[0] - q.bytes);
+  }
+  q.quantisation = {.x = args.x,
+                    .y = q.left.x,
+                    .scale = q.left.x_scale,
+                    .scaling = made ? Fp8Scaling::block : Fp8Scaling::tensor};
+  return q;
+}
+
 Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
   Checker check("fused_moe", stream);
+  const auto [fp8, blocks] = scheme_of(args);
+  const bool made = blocks && quantises(args);  // the scales of x
   check.tensor("x", args.x, {"tokens", "hidden"})
       .tensor("y", args.y, {"tokens", "hidden"})
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})
       .tensor("expert_weights", args.expert_weights, {"tokens", "top_k"})
       .dtype("x", args.x, kActivations)
-      .dtype("y", args.y, is_fp8(args) ? dtypes_mask(DType::f32, DType::bf16) : dtypes_mask(args.x.dtype))
+      .dtype("y", args.y, fp8 ? dtypes_mask(DType::f32, DType::bf16) : dtypes_mask(args.x.dtype))
       .dtype("expert_ids", args.expert_ids, dtypes_mask(DType::i32))
-      .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32));
+      .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32))
+      .that(args.first_expert >= 0 && args.first_expert <= INT32_MAX, "first_expert",
+            static_cast<double>(args.first_expert), "0 to 2147483647")
+      .optional("expert_map", args.expert_map, {"ids"})
+      .dtype("expert_map", args.expert_map, dtypes_mask(DType::i32))
+      .dense("expert_map", args.expert_map)
+      .that(!args.expert_map.present() || args.first_expert == 0, "first_expert",
+            static_cast<double>(args.first_expert), "0 with an expert_map")
+      .that(args.swiglu.alpha > 0 && std::isfinite(args.swiglu.alpha), "swiglu.alpha", args.swiglu.alpha,
+            "a number above 0")
+      .that(args.swiglu.limit > 0, "swiglu.limit", args.swiglu.limit, "a number above 0, or infinity")
+      .that(std::isfinite(args.swiglu.beta), "swiglu.beta", args.swiglu.beta, "a finite number");
   VIVACE_TRY(check.status());
-  const bool fp8 = is_fp8(args), blocks = has_block_scales(args);
   const int64_t kWeights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
   check
       .that(args.block_offset >= 0 && args.block_offset < kFp8ScaleBlock, "block_offset",
             static_cast<double>(args.block_offset), "0 to 127")
-      .given("x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none");
-  if (fp8) {
+      .given("x_scale", args.x_scale, fp8 && !made,
+             made  ? "none where x is quantised with made scales"
+             : fp8 ? "scales with fp8 x"
+                   : "none");
+  check.define("hidden blocks", scale_blocks(args.x.shape[1]), "ceil(hidden / 128)");
+  if (fp8 && !made) {
     if (blocks) {
-      check.define("hidden blocks", scale_blocks(args.x.shape[1]), "ceil(hidden / 128)")
-          .tensor("x_scale", args.x_scale, {"tokens", "hidden blocks"});
+      check.tensor("x_scale", args.x_scale, {"tokens", "hidden blocks"});
     } else {
       check.tensor("x_scale", args.x_scale, {"1"});
     }
@@ -203,7 +258,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .tensor("experts[0].down", args.experts[0].down, {"hidden", "intermediate"})
         .dtype("experts[0].gate", args.experts[0].gate, kWeights)
         .dtype("experts[0].down", args.experts[0].down, kWeights);
-    VIVACE_TRY(check_scales(check, args, args.experts[0], kFirstExpert));
+    VIVACE_TRY(check_scales(check, args, {fp8, blocks}, args.experts[0], kFirstExpert));
     VIVACE_TRY(check_experts(args, stream.check_only));
   }
   if (args.shared.present()) {
@@ -213,20 +268,31 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .dtype("shared.gate", args.shared.gate, kWeights)
         .dtype("shared.up", args.shared.up, dtypes_mask(args.shared.gate.dtype))
         .dtype("shared.down", args.shared.down, kWeights);
-    VIVACE_TRY(check_scales(check, args, args.shared, kSharedExpert));
+    VIVACE_TRY(check_scales(check, args, {fp8, blocks}, args.shared, kSharedExpert));
   }
   VIVACE_TRY(check.status());
   if (args.x.elements() == 0) return {};
   VIVACE_TRY_ASSIGN(const int64_t needed, fused_moe_workspace_bytes(args, stream));
   VIVACE_TRY(check_workspace("fused_moe", args.workspace, needed, stream));
-  return dispatch(kFusedMoe, args, stream);
+  if (!quantises(args)) return dispatch(kFusedMoe, args, stream);
+  const QuantisedMoe q = quantised_moe(args);
+  VIVACE_TRY(quantize_fp8(q.quantisation, stream));
+  return dispatch(kFusedMoe, q.left, stream);
 }
 
 Result<int64_t> fused_moe_workspace_bytes(const FusedMoeArgs& args, const Stream& stream) {
-  return workspace_bytes(kFusedMoe, args, stream);
+  if (!quantises(args)) return workspace_bytes(kFusedMoe, args, stream);
+  const QuantisedMoe q = quantised_moe(args);
+  VIVACE_TRY_ASSIGN(const int64_t of_row, workspace_bytes(kFusedMoe, q.left, stream));
+  return q.bytes + of_row;
 }
 
 Cost fused_moe_cost(const FusedMoeArgs& args) {
+  if (quantises(args)) {
+    const QuantisedMoe q = quantised_moe(args);
+    const Cost before = quantize_fp8_cost(q.quantisation), after = fused_moe_cost(q.left);
+    return {before.bytes + after.bytes, before.flops + after.flops};
+  }
   const int64_t experts = expert_count(args), tokens = args.x.shape[0];
   Cost cost{args.x.bytes() + args.y.bytes() + args.expert_ids.bytes() + args.expert_weights.bytes(), 0};
   const auto weights = [](const ExpertWeights& w) {
@@ -242,7 +308,7 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
   const Tensor& chosen = args.expert_ids;
   const bool readable = chosen.device == Device::cpu && chosen.data != nullptr &&
                         chosen.dtype == DType::i32 && chosen.rank == 2 && chosen.shape[0] == tokens &&
-                        (chosen.stride[1] == 1 || chosen.shape[1] <= 1);
+                        (chosen.stride[1] == 1 || chosen.shape[1] <= 1) && map_is_readable(args.expert_map);
   if (!readable && experts > 0) {
     // The routing is out of reach here: as many experts as the pairs can visit.
     const int64_t pairs = tokens * args.expert_ids.shape[1];
@@ -250,15 +316,17 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
     cost.bytes += std::min(experts, pairs) * of_expert.bytes;
     cost.flops += pairs * of_expert.flops;
   }
+  const LocalExperts local = local_experts(args);
   std::vector<bool> visited(readable ? experts : 0);
   for (int64_t t = 0; readable && t < tokens; ++t) {
     const int32_t* ids = args.expert_ids.at(t).as<const int32_t>();
     for (int64_t j = 0; j < args.expert_ids.shape[1]; ++j) {
-      if (!has_work(ids[j], experts)) continue;
-      const Cost of_expert = cost_at(ids[j]);
+      const int32_t e = local.of(ids[j]);
+      if (e < 0) continue;
+      const Cost of_expert = cost_at(e);
       cost.flops += of_expert.flops;
-      if (!visited[ids[j]]) cost.bytes += of_expert.bytes;
-      visited[ids[j]] = true;
+      if (!visited[e]) cost.bytes += of_expert.bytes;
+      visited[e] = true;
     }
   }
   if (args.shared.present()) {
@@ -270,7 +338,7 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
 }
 
 Choice fused_moe_explain(const FusedMoeArgs& args, const Stream& stream) {
-  return explain(kFusedMoe, args, stream);
+  return explain(kFusedMoe, quantises(args) ? quantised_moe(args).left : args, stream);
 }
 
 }  // namespace vivace

@@ -45,7 +45,7 @@ std::vector<double> run_expert(const FusedMoeArgs& args, const ExpertWeights& w,
   for (size_t i = 0; i < h.size(); ++i) {
     const double gate = dot(w.gate, up_scales(args, w.gate_scale), static_cast<int64_t>(i), x);
     const double up = dot(w.up, up_scales(args, w.up_scale), static_cast<int64_t>(i), x);
-    h[i] = gate / (1 + std::exp(-gate)) * up;
+    h[i] = gate_of<double>(args.swiglu)(gate, up);
   }
   if (is_fp8(args)) requantise(args, w, h);
   for (size_t i = 0; i < out.size(); ++i) {
@@ -57,7 +57,8 @@ std::vector<double> run_expert(const FusedMoeArgs& args, const ExpertWeights& w,
 }  // namespace
 
 Status fused_moe_reference(const FusedMoeArgs& args, const Stream&) {
-  const int64_t hidden = args.x.shape[1], experts = expert_count(args);
+  const int64_t hidden = args.x.shape[1];
+  const LocalExperts local = local_experts(args);
   const Fp8Scales x_scales = activation_scales(args.x_scale);
   for (int64_t t = 0; t < args.x.shape[0]; ++t) {
     const Tensor row = args.x.at(t);
@@ -68,8 +69,8 @@ Status fused_moe_reference(const FusedMoeArgs& args, const Stream&) {
       for (int64_t i = 0; i < hidden; ++i) y[i] += factor * out[i];
     };
     for (int64_t j = 0; j < args.expert_ids.shape[1]; ++j) {
-      const int32_t id = args.expert_ids.at(t).as<const int32_t>()[j];
-      if (has_work(id, experts)) add(expert_at(args, id), args.expert_weights.at(t).as<const float>()[j]);
+      const int32_t e = local.of(args.expert_ids.at(t).as<const int32_t>()[j]);
+      if (e >= 0) add(expert_at(args, e), args.expert_weights.at(t).as<const float>()[j]);
     }
     if (args.shared.present()) add(args.shared, 1);
     for (int64_t i = 0; i < hidden; ++i) store(args.y.dtype, args.y.at(t).data, i, y[i]);

@@ -107,7 +107,7 @@ struct GateUp {
         for (int i = 0; i < S::kMBlocks; ++i) {
           float gate = sums[i][j][c], up = sums[i][j][2 + c];
           if constexpr (kOneScale) gate *= gate_scale, up *= up_scale;
-          const float value = device::gated(gate, up);
+          const float value = p.gate(gate, up);
           if constexpr (S::kBlockScales) {
             e.wide[at + 8 * i] = value;
           } else if constexpr (sizeof(E) == 1) {
@@ -290,6 +290,8 @@ Experts experts_from(const Matrices& m, const Scratch::Part& part, int64_t block
 Params params_of(const FusedMoeArgs& args, const Scratch& scratch) {
   Params p{};
   p.ids = args.expert_ids.as<const int32_t>();
+  p.local = local_experts(args);
+  p.gate = gate_of<float>(args.swiglu);
   p.weights = args.expert_weights.as<const float>();
   p.ids_stride = args.expert_ids.stride[0], p.weights_stride = args.expert_weights.stride[0];
   p.x = args.x.as<const uint8_t>();
@@ -307,9 +309,10 @@ Params params_of(const FusedMoeArgs& args, const Scratch& scratch) {
   p.hidden = static_cast<int>(args.x.shape[1]);
   p.block_offset = static_cast<int>(args.block_offset);
   if (expert_count(args) > 0 && expert_intermediate(args) > 0) {
-    p.experts = static_cast<int>(expert_count(args));
+    p.experts = p.local.experts;
     p.routed = experts_from(routed_matrices(args), scratch.routed, args.block_offset);
   }
+  p.local.experts = p.experts;
   if (args.shared.present() && args.shared.gate.shape[0] > 0) {
     p.shared_slots = p.tokens;
     p.shared = experts_from(shared_matrices(args), scratch.shared, args.block_offset);

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "src/ops/fused_moe/sm90_limits.h"
+#include "src/ops/fused_moe/table.h"
 
 namespace vivace::moe_sm90 {
 
@@ -27,6 +27,8 @@ struct Experts {
 
 struct Params {
   const int32_t* ids;
+  LocalExperts local;
+  gemm::Gate<float> gate;
   const float* weights;
   int64_t ids_stride, weights_stride;
   const uint8_t* x;
@@ -51,8 +53,7 @@ __device__ __forceinline__ int token_of_pair(const Params& p, int slot) {
 /// past the L1.
 __device__ __forceinline__ int id_of(const Params& p, int slot) {
   const int token = token_of_pair(p, slot);
-  const int32_t id = __ldcg(p.ids + token * p.ids_stride + (slot - token * p.top_k));
-  return static_cast<uint32_t>(id) < static_cast<uint32_t>(p.experts) ? id : -1;
+  return p.local.of(__ldcg(p.ids + token * p.ids_stride + (slot - token * p.top_k)));
 }
 
 }  // namespace vivace::moe_sm90

@@ -1,10 +1,13 @@
 #pragma once
 
 #include "src/core/dispatch.h"
+#include "src/core/host_device.h"
 #include "src/ops/fused_moe/sm90_limits.h"
+#include "src/ops/gemm/gate.h"
 #include "src/ops/gemm/limits.h"
 #include "src/ops/linear/fp8_scales.h"
 #include "vivace/fused_moe.h"
+#include "vivace/quantize_fp8.h"
 
 namespace vivace {
 
@@ -20,6 +23,37 @@ Facts fused_moe_facts(const FusedMoeArgs& args);
 
 inline int64_t expert_count(const FusedMoeArgs& args) {
   return args.gate_up.present() ? args.gate_up.shape[0] : static_cast<int64_t>(args.experts.size());
+}
+
+/// How an expert joins its two inner values.
+template <class T>
+gemm::Gate<T> gate_of(const SwiGlu& swiglu) {
+  return {static_cast<T>(swiglu.alpha), static_cast<T>(swiglu.limit), static_cast<T>(swiglu.beta)};
+}
+
+/// Which expert here an id is.
+struct LocalExperts {
+  const int32_t* map;  ///< null: experts are neighbours from `first` on
+  int64_t map_size;
+  int32_t first, experts;
+
+  /// -1 for an id without work.
+  VIVACE_HOST_DEVICE int32_t of(int32_t id) const {
+    if (id < 0) return -1;
+    int32_t local = -1;
+    if (map == nullptr) {
+      local = id - first;  // of two numbers from 0 on
+    } else if (id < map_size) {
+      local = map[id];
+    }
+    return local >= 0 && local < experts ? local : -1;
+  }
+};
+inline LocalExperts local_experts(const FusedMoeArgs& args) {
+  return {.map = args.expert_map.as<const int32_t>(),
+          .map_size = args.expert_map.present() ? args.expert_map.shape[0] : 0,
+          .first = static_cast<int32_t>(args.first_expert),
+          .experts = static_cast<int32_t>(expert_count(args))};
 }
 
 /// Rows that an expert has if all are alike to the router, rounded up.
@@ -72,10 +106,25 @@ inline Fp8Scales down_scales(const FusedMoeArgs& args, const Tensor& scale) {
   return fp8_scales(scale, 0, args.block_offset);
 }
 
-/// Whether `id` names one of the experts.
-inline bool has_work(int32_t id, int64_t experts) {
-  return id >= 0 && id < experts;
+/// The type of the first matrix there is.
+inline DType expert_type(const FusedMoeArgs& args) {
+  return args.gate_up.present() ? args.gate_up.dtype
+         : args.experts.empty() ? args.shared.gate.dtype
+                                : args.experts[0].gate.dtype;
 }
+
+/// A call whose x meets fp8 weights unquantised: what quantises it, and the call that is left, which is what rows see.
+struct QuantisedMoe {
+  QuantizeFp8Args quantisation;
+  FusedMoeArgs left;
+  int64_t bytes;  ///< of the workspace, before what the row takes
+};
+/// Whether a call is one.
+inline bool quantises(const FusedMoeArgs& args) {
+  return !is_fp8(args) && expert_type(args) == DType::fp8_e4m3;
+}
+/// In a question the workspace may be absent.
+QuantisedMoe quantised_moe(const FusedMoeArgs& args);
 
 inline constexpr Need kFusedMoeCpuNeeds[] = {
     {"x", Need::dtype_in, dtypes_mask(DType::f32, DType::fp8_e4m3)},

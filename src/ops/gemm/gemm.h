@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include "src/ops/gemm/gate.h"
 #include "vivace/status.h"
 #include "vivace/stream.h"
 #include "vivace/tensor.h"
@@ -12,7 +13,7 @@
 namespace vivace::gemm {
 
 /// y[r] = a[index(r)] · b[g]ᵀ for each row r of each group g, or with `gated`
-/// y[r] = silu(a[index(r)] · b[g]ᵀ) · (a[index(r)] · b_up[g]ᵀ).
+/// y[r] = gate(a[index(r)] · b[g]ᵀ, a[index(r)] · b_up[g]ᵀ).
 ///
 /// A value of y is one sum over k in ascending order, whatever the tile: its bits depend on its row of A, its row of B and
 /// their scales alone, and on whether run() or run_sm90() makes it. Pointers are device memory and read when the kernel runs; strides count elements.
@@ -22,6 +23,7 @@ struct Problem {
   bool block_scales =
       false;  ///< fp8: a scale per 128 of k (and of n in B), else one per row of A and per matrix
   bool gated = false;
+  Gate<float> gate;  ///< gated alone
 
   const void* a = nullptr;
   int64_t a_stride = 0;

@@ -225,7 +225,7 @@ struct WideSums {
     return tile.column + (group * 4 + warp) * (kGated ? 8 : 16);
   }
 
-  /// Scales of one per tensor, SiLU, the scale of y.
+  /// Scales of one per tensor, the gate, the scale of y.
   __device__ __forceinline__ void finish(float (&sums)[kN / 2], bool up_first) const {
     if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
       const float a = p.a_scale[tile.group * p.a_scale_group_stride];
@@ -240,7 +240,7 @@ struct WideSums {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float first = sums[4 * i + e], second = sums[4 * i + 2 + e];
-          sums[2 * i + e] = device::gated(up_first ? second : first, up_first ? first : second);
+          sums[2 * i + e] = p.gate(up_first ? second : first, up_first ? first : second);
         }
       }
       if (p.y_scale != nullptr) {

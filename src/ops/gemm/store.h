@@ -132,7 +132,7 @@ __device__ __forceinline__ void finish(const Problem& p, Access access, const Wa
       for (int j = 0; j < kYBlocks; ++j) {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
-          sums[i][j][v] = device::gated(sums[i][2 * j][v], sums[i][2 * j + 1][v]);
+          sums[i][j][v] = p.gate(sums[i][2 * j][v], sums[i][2 * j + 1][v]);
         }
       }
     }

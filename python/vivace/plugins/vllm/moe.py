@@ -120,12 +120,11 @@ def _experts_class() -> type:
                   expert_tokens_meta: Any, apply_router_weight_on_input: bool) -> None:
             if apply_router_weight_on_input:
                 raise NotImplementedError("vivace: router weights on the input are not known")
-            ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
             block = self.block_shape is not None
-            serving.experts(hidden_states, w1, w2, ids, topk_weights, gate_up_scale=self.w1_scale, down_scale=self.w2_scale,
+            serving.experts(hidden_states, w1, w2, topk_ids, topk_weights, gate_up_scale=self.w1_scale, down_scale=self.w2_scale,
                             x_scale=a1q_scale.contiguous() if a1q_scale is not None else self.a1_scale,
                             act_scale=a2_scale if a2_scale is not None else self.a2_scale, block=block,
-                            batch_invariant=envs.VLLM_BATCH_INVARIANT, out=output)
+                            expert_map=expert_map, batch_invariant=envs.VLLM_BATCH_INVARIANT, out=output)
 
     _class = VivaceExperts
     return _class
