@@ -351,6 +351,10 @@ void add_score(CLI::App& app, ScoreArgs& a) {
   integer(c, "--separator-id", 0, std::numeric_limits<int32_t>::max(),
           "Token that ends a document [the model's end token]",
           [&](int64_t n) { a.separator_id = static_cast<int32_t>(n); });
+  filled(c, "--router-inputs", "FILE",
+         "Write what the routers of a mixture of experts are given: safetensors, a tensor "
+         "model.layers.N.router_input [tokens, hidden] each",
+         a.router_inputs);
   c.add_flag("--json", a.json, "One JSON document instead of text");
   add_engine(c, a.engine);
 }

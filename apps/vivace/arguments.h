@@ -34,6 +34,7 @@ struct ScoreArgs {
   int64_t window = 0;
   int64_t max_windows = 0;              ///< 0: all
   std::optional<int32_t> separator_id;  ///< absent: the model's end token
+  std::string router_inputs;            ///< where the inputs of routers go; empty: nowhere
   bool json = false;
 };
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "apps/vivace/commands.h"
@@ -13,6 +14,7 @@
 #include "src/engine/model_runner.h"
 #include "src/model/mapped_file.h"
 #include "src/model/model.h"
+#include "src/model/router_inputs.h"
 
 namespace vivace::cli {
 
@@ -29,12 +31,21 @@ Result<int32_t> separator_of(const ScoreArgs& args, const model::ModelConfig& co
   return id;
 }
 
+Status check_router_inputs(const std::string& path, const model::ModelConfig& config) {
+  if (path.empty()) return {};
+  if (!config.is_moe()) return invalid_argument("--router-inputs: the model has no routers");
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return {};
+  return invalid_argument("--router-inputs is '{}', needs a path where nothing is", path);
+}
+
 Result<model::ScoreResult> run_score(const ScoreArgs& args) {
   const EngineOptions& o = args.engine;
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(o.device, o.threads));
   VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(o.model));
   VIVACE_TRY(need_tokenizer(files, o.model, "score needs one to read the text"));
   VIVACE_TRY_ASSIGN(const int32_t separator, separator_of(args, files.checkpoint->config()));
+  VIVACE_TRY(check_router_inputs(args.router_inputs, files.checkpoint->config()));
   auto text_file = model::MappedFile::open(args.text_file);
   if (!text_file.ok()) return text_file.status().at("--text-file");
   const std::span<const uint8_t> bytes = (*text_file)->bytes();
@@ -56,8 +67,11 @@ Result<model::ScoreResult> run_score(const ScoreArgs& args) {
     line.update(static_cast<double>(done) / static_cast<double>(total),
                 fmt::format("{} of {} windows", done, total));
   };
+  model::RouterInputs router_inputs(stream);
+  if (!args.router_inputs.empty()) model->observe_calls(router_inputs.observer());
   auto result = model::score(*model, ids, score_options, stream);
   line.finish();
+  if (result.ok() && !args.router_inputs.empty()) VIVACE_TRY(router_inputs.write(args.router_inputs));
   return result;
 }
 

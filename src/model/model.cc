@@ -51,7 +51,10 @@ struct RunCalls {
     return attention_prefill(args, stream);
   }
   Status operator()(int64_t, const SiluMulArgs& args) const { return silu_mul(args, stream); }
-  Status operator()(int64_t, const RouterGemmArgs& args) const { return router_gemm(args, stream); }
+  Status operator()(int64_t layer, const RouterGemmArgs& args) const {
+    VIVACE_TRY(router_gemm(args, stream));
+    return calls.router_gemm ? calls.router_gemm(layer, args) : Status();
+  }
   Status operator()(int64_t layer, const RouteTopKArgs& args) const {
     VIVACE_TRY(route_top_k(args, stream));
     if (!observer) return {};

@@ -13,6 +13,7 @@
 #include "vivace/dispatch.h"
 #include "vivace/fused_moe.h"
 #include "vivace/linear.h"
+#include "vivace/router_gemm.h"
 #include "vivace/status.h"
 #include "vivace/stream.h"
 #include "vivace/tensor.h"
@@ -116,11 +117,13 @@ class Model {
   /// off.
   using RouteObserver = std::function<void(int64_t layer, const Tensor& expert_ids)>;
   virtual void observe_routes(RouteObserver observer) = 0;
-  /// Sees calls after they ran, with what they were given: how calibration measures activations. An error ends the
-  /// step. Empty functions see nothing. On a GPU the tensors are the device's, and not yet computed.
+  /// Sees calls after they ran, with what they were given: how calibration measures activations and RouterInputs gets
+  /// its own. An error ends the step. Empty functions see nothing. On a GPU the tensors are the device's, and not yet
+  /// computed.
   struct CallObserver {
     std::function<Status(int64_t layer, const LinearArgs& args)> linear;
     std::function<Status(int64_t layer, const AttentionPrologueArgs& args)> attention_prologue;
+    std::function<Status(int64_t layer, const RouterGemmArgs& args)> router_gemm;
     std::function<Status(int64_t layer, const FusedMoeArgs& args)> fused_moe;
   };
   virtual void observe_calls(CallObserver observer) = 0;

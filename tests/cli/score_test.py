@@ -1,8 +1,26 @@
 """score: perplexity as the reference has it, windows, separators. The full 64 windows are a test of the model."""
 
+import array
+import json
+import pathlib
+import struct
 import tempfile
 
-from vivace import Case, HY3, QWEN, main
+from vivace import Case, HY3, QWEN, SMOLLM2, main
+
+
+def safetensors(path):
+    """Its tensors: name, type, shape and values, in fp32."""
+    data = pathlib.Path(path).read_bytes()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    for name, tensor in json.loads(data[8:end]).items():
+        if name == "__metadata__":
+            continue
+        begin, stop = tensor["data_offsets"]
+        content = data[end + begin:end + stop]
+        if tensor["dtype"] == "BF16":  # the upper halves of fp32
+            content = b"".join(b"\0\0" + content[i:i + 2] for i in range(0, len(content), 2))
+        yield name, tensor["dtype"], tensor["shape"], array.array("f", content)
 
 
 class Score(Case):
@@ -22,6 +40,28 @@ class Score(Case):
             file.flush()
             run = self.ok("score", "--model", QWEN, "--text-file", file.name, "--window", 1024, "--json")
             self.assertGreater(run.json["tokens"], 5)
+
+    def test_inputs_of_routers(self):
+        """They are rows that the norm before made: over its weight, their mean square is 1."""
+        norms = {name: values for name, _, shape, values in safetensors(QWEN / "model.safetensors") if len(shape) == 1}
+        score = ["score", "--model", QWEN, "--text-file", QWEN / "sample.txt", "--window", 64, "--max-windows", 2, "--json"]
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "inputs.safetensors"
+            self.assertEqual(self.ok(*score, "--router-inputs", file).text, self.ok(*score).text)
+            tensors = list(safetensors(file))
+            # The last tokens of the two windows predict nothing, so they go no further than the last layer's keys and values.
+            self.assertEqual([(name, kind, shape) for name, kind, shape, _ in tensors],
+                             [(f"model.layers.{n}.router_input", "F32", [126 if n == 3 else 128, 256]) for n in range(4)])
+            for n, (name, _, _, values) in enumerate(tensors):
+                weight = norms[f"model.layers.{n}.post_attention_layernorm.weight"]
+                for row in range(0, len(values), 256):
+                    mean = sum((x / w) ** 2 for x, w in zip(values[row:row + 256], weight)) / 256
+                    self.assertLess(abs(mean - 1), 1e-3, (name, row))
+            self.fails(2, f"--router-inputs is '{file}', needs a path where nothing is", *score, "--router-inputs", file)
+            self.fails(1, "/nowhere/inputs", *score, "--router-inputs", "/nowhere/inputs")
+        if SMOLLM2.exists():
+            self.fails(2, "--router-inputs: the model has no routers", "score", "--model", SMOLLM2, "--text-file", QWEN / "sample.txt",
+                       "--window", 64, "--router-inputs", "/nowhere/inputs")
 
     def test_failures(self):
         base = ["score", "--model", QWEN, "--window", 128]
