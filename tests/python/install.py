@@ -34,7 +34,7 @@ def main(library, folder, numpy):
         where = call(folder / "venv" / "bin" / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         (pathlib.Path(where) / "beside.pth").write_text(f"{beside}\n")
     else:
-        print("WITHOUT TORCH: torch_test AND plugins_test ARE SKIPPED; VIVACE_TEST_PYTHON may name a Python that has it")
+        print("WITHOUT TORCH: torch_test, plugins_test AND router_agreement_test ARE SKIPPED; VIVACE_TEST_PYTHON may name a Python that has it")
     if beside is None or not (beside / "numpy").is_dir():
         wheels += numpy.glob("*.whl")
         if len(wheels) == 1:

@@ -1,0 +1,157 @@
+"""tools/router_agreement.py on the CPU with few tokens: what it counts, and that its verdict can be no."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import tempfile
+import unittest
+from unittest import mock
+
+import package
+
+package.need("torch", "vivace")
+import torch  # noqa: E402
+
+SPEC = importlib.util.spec_from_file_location("router_agreement", package.ROOT / "tools" / "router_agreement.py")
+tool = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tool)
+QWEN = package.ROOT / "tests" / "data" / "tiny-qwen3-moe"
+PROGRAM = os.environ.get("VIVACE", str(package.ROOT / "build" / "bin" / "vivace"))
+
+
+def run(*args):
+    """The exit code, what --json has, and standard error."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, errors = pathlib.Path(folder) / "rows.json", io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            code = tool.main(["--device", "cpu", "--json", str(file), *map(str, args)])
+        return code, json.loads(file.read_text()), errors.getvalue()
+
+
+@contextlib.contextmanager
+def poisoned(name, by):
+    """The tool, with another way in the place of one."""
+    real = tool.scorers
+    with mock.patch.object(tool, "scorers", lambda weight: {**real(weight), name: real(weight)[by]}):
+        yield
+
+
+class Given:
+    """Scores that are there already."""
+
+    def __init__(self, scores):
+        self.scores = torch.tensor(scores, dtype=torch.float64)
+
+    def __call__(self, x):
+        return self.scores.float()
+
+    def row(self, x):
+        return "given"
+
+
+class Counts(unittest.TestCase):
+    def count(self, reference, scores):
+        return tool.Count.of(Given(scores), torch.empty(len(scores), 1), tool.Choices.of(Given(reference).scores, 2))
+
+    def test_a_set_has_no_order(self):
+        self.assertEqual(self.count([[4.0, 3.0, 2.0, 1.0]], [[30.0, 40.0, 2.0, 1.0]]), tool.Count("given", 1))
+
+    def test_what_is_excused(self):
+        unit = 4 * 2.0**-23  # of scores at 4
+        for units, excused in ((0.5, 1), (1.9, 1), (2.1, 0), (1000.0, 0)):
+            count = self.count([[8.0, 4.0, 4.0 - units * unit, 1.0]], [[8.0, 3.0, 4.0, 1.0]])
+            self.assertEqual(count[1:4], (1, 1, excused), units)
+            self.assertAlmostEqual(count.units, units, places=5)
+
+    def test_a_close_gap_excuses_no_third_expert(self):
+        close = [[8.0, 4.0, 4.0 - 2.0**-30, 1.0]]
+        self.assertEqual(self.count(close, [[8.0, 3.0, 2.0, 5.0]])[1:4], (1, 1, 0))
+        self.assertEqual(self.count(close, [[8.0, float("nan"), float("nan"), 5.0]])[1:4], (1, 1, 0))
+
+    def test_they_add_up(self):
+        self.assertEqual(tool.Count("a", 3, 2, 1, 5.0) + tool.Count("b", 4, 1, 1, 0.5), tool.Count("a", 7, 3, 2, 5.0))
+
+
+class Random(unittest.TestCase):
+    AGREEMENT = ("--agreement", "--routers", "qwen3", "--tokens", 1500)
+    ERRORS = ("--errors", "--routers", "qwen3,longcat-lite", "--counts", "1,40", "--seeds", 2)
+
+    def test_agreement(self):
+        with mock.patch.object(tool, "TOKENS_OF_A_WEIGHT", 1000), mock.patch.object(tool, "chunk_tokens", lambda device: 700):
+            code, found, errors = run(*self.AGREEMENT)
+        self.assertEqual((code, found["failures"]), (0, []), errors)
+        other = {(row["weight"], row["scores"]): row["other"] for row in found["agreement"]}
+        self.assertEqual({row["tokens"] for row in found["agreement"]}, {1500})
+        self.assertGreater(other["f32", "bf16"], 5, "8 bits of a weight do not suffice")
+        for weight in ("f32", "bf16"):
+            self.assertLess(other[weight, "two_term"], 5)
+            self.assertLess(other[weight, "fp32"], 5)
+
+    def test_agreement_can_fail(self):
+        for way in ("exact", "exact.invariant"):
+            with poisoned(way, "bf16"):
+                code, found, errors = run(*self.AGREEMENT)
+            self.assertEqual((code, len(found["failures"])), (1, 1), errors)
+            self.assertIn(f"qwen3, f32 weight: {way} chooses others for ", errors)
+        with poisoned("two_term", "bf16"):  # which promises less
+            self.assertEqual(run(*self.AGREEMENT)[0], 0)
+
+    def test_errors(self):
+        code, found, errors = run(*self.ERRORS)
+        self.assertEqual((code, found["failures"]), (0, []), errors)
+        self.assertEqual([(row["router"], row["tokens"]) for row in found["errors"]],
+                         [(router, tokens) for router in ("qwen3", "longcat-lite") for tokens in (1, 40)])
+        for row in found["errors"]:
+            self.assertLess(row["exact"], row["two_term"])
+            self.assertLess(row["two_term"], 5e-3)
+
+    def test_errors_can_fail(self):
+        with poisoned("exact", "two_term"):
+            code, found, errors = run(*self.ERRORS)
+        self.assertEqual((code, len(found["failures"])), (1, 4), errors)
+        self.assertIn("longcat-lite, 40 tokens: the error of exact is ", errors)
+
+
+class OfAModel(unittest.TestCase):
+    ARGS = ("--model", QWEN, "--text", QWEN / "sample.txt", "--program", PROGRAM, "--window", 64, "--windows", 3)
+
+    def setUp(self):
+        if not pathlib.Path(PROGRAM).exists():
+            self.skipTest(f"{PROGRAM} is not there")
+
+    def test_its_routers(self):
+        code, found, errors = run(*self.ARGS)
+        self.assertEqual((code, found["failures"]), (0, []), errors)
+        self.assertEqual([row["mode"] for row in found["perplexity"]], ["exact", "two_term"])
+        self.assertEqual({row["tokens"] for row in found["perplexity"]}, {3 * 63})
+        tokens = {row["router"]: row["tokens"] for row in found["agreement"]}
+        self.assertEqual(tokens, {"layer 0": 192, "layer 1": 192, "layer 2": 192, "layer 3": 189})
+
+    def test_it_can_fail(self):
+        with poisoned("exact", "bf16"):
+            code, found, errors = run(*self.ARGS)
+        self.assertEqual(code, 1, errors)
+        self.assertIn("bf16 weight: exact chooses others for ", errors)
+
+    def test_a_choice_by_more_than_scores(self):
+        hy3 = package.ROOT / "tests" / "data" / "tiny-hy3"
+        with self.assertRaisesRegex(SystemExit, "takes part in the choice, which is by scores alone here"):
+            tool.router_weights(hy3)
+
+
+class Usage(unittest.TestCase):
+    def test_what_is_refused(self):
+        for args, message in (((), "nothing to do"), (("--errors", "--routers", "hy4"), "--routers has 'hy4', needs some of hy3, "),
+                              (("--model", QWEN), "--model and --text need each other"), (("--errors", "--seeds", 0), "need at least 1")):
+            errors = io.StringIO()
+            with self.assertRaises(SystemExit) as stopped, contextlib.redirect_stderr(errors):
+                tool.main([str(arg) for arg in args])
+            self.assertEqual(stopped.exception.code, 2)
+            self.assertIn(message, errors.getvalue())
+
+
+if __name__ == "__main__":
+    package.main()

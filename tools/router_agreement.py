@@ -1,0 +1,315 @@
+#!/usr/bin/env python3
+"""How often router scores choose other experts than float64's, and how far from it they are: the modes of router_gemm beside torch.
+
+    python3 tools/router_agreement.py --agreement         2,000,000 random tokens for each router, its weight in fp32 and in bf16
+    python3 tools/router_agreement.py --errors            the largest error by number of tokens, mean of 20 seeds
+    python3 tools/router_agreement.py --model DIR --text FILE
+                                                          the same choices on what the routers of a model are given, and its perplexity
+
+with a Python that has torch and the wheel; --model runs build/bin/vivace too. Random inputs and weights are from N(0, 1), inputs in bf16.
+
+exact            mode exact
+exact.invariant  with batch_invariant: on Hopper the bits of a call below 512 tokens, whatever the number here
+two_term         mode two_term
+fp32, tf32       torch's product; tf32 on a GPU alone
+bf16             inputs and weight rounded to bf16, the rest as fp32
+
+`other` are the tokens whose set of experts, chosen by route_top_k, is not float64's. Each falls short there: its worst expert's score in
+float64 is below that of the last one chosen. `units` is the largest shortfall, in units of fp32 rounding, 2^-23 of the larger of both.
+Below two, one for each score, fp32 cannot tell them apart: `excused`. The exit code is 1 if one of exact is not excused, or if its mean
+error is above fp32's.
+"""
+
+import argparse
+import json
+import mmap
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+import torch
+import vivace
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+UNIT, EXCUSED_UNITS = 2.0**-23, 2.0
+TOKENS_OF_A_WEIGHT = 1 << 18  # then another is drawn
+TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES = {dtype: name.lower() for name, dtype in TYPES.items()}
+
+
+class Router(NamedTuple):
+    experts: int
+    hidden: int
+    top_k: int
+
+
+ROUTERS = {"hy3": Router(192, 4096, 8), "longcat-chat": Router(768, 6144, 12), "longcat-lite": Router(384, 3072, 12),
+           "dsv3": Router(256, 7168, 8), "qwen3": Router(128, 4096, 8)}
+
+
+class Ours:
+    """router_gemm with a prepared weight."""
+
+    def __init__(self, weight, **options):
+        self.weight, self.options = weight, options
+
+    def __call__(self, x):
+        return vivace.router_gemm(x, self.weight, **self.options)
+
+    def row(self, x):
+        return vivace.router_gemm.explain(x, self.weight, **self.options).row
+
+
+class Torch:
+    """torch's product in fp32, or in tf32."""
+
+    def __init__(self, weight, tf32=False, rounded_to=torch.float32):
+        self.weight, self.tf32, self.rounded_to = weight.to(rounded_to).float().t(), tf32, rounded_to
+
+    def __call__(self, x):
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        return x.to(self.rounded_to).float() @ self.weight
+
+    def row(self, x):
+        return "torch"
+
+
+def scorers(weight):
+    """The ways to score with a weight, f32 or bf16."""
+    exact = vivace.prepare_router_weight(weight, mode="exact")
+    found = {"exact": Ours(exact), "exact.invariant": Ours(exact, batch_invariant=True),
+             "two_term": Ours(vivace.prepare_router_weight(weight, mode="two_term")), "fp32": Torch(weight)}
+    if weight.is_cuda:
+        found["tf32"] = Torch(weight, tf32=True)
+    found["bf16"] = Torch(weight, rounded_to=torch.bfloat16)
+    return found
+
+
+class Choices(NamedTuple):
+    """What float64 says of some tokens: its scores, the chosen experts by id, and the last chosen one's score."""
+
+    scores: torch.Tensor
+    ids: torch.Tensor
+    last: torch.Tensor
+
+    @classmethod
+    def of(cls, scores, top_k):
+        best, ids = scores.topk(top_k, dim=1)
+        return cls(scores, ids.sort(dim=1).values, best[:, -1])
+
+
+class Count(NamedTuple):
+    """How the choices of some tokens compare with float64's; row is what computed the scores of the first."""
+
+    row: str
+    tokens: int = 0
+    other: int = 0
+    excused: int = 0
+    units: float = 0.0
+
+    def __add__(self, more):
+        return Count(self.row, self.tokens + more.tokens, self.other + more.other, self.excused + more.excused, max(self.units, more.units))
+
+    @classmethod
+    def of(cls, score, x, choices):
+        ids = vivace.route_top_k(score(x), choices.ids.shape[1]).expert_ids.long().sort(dim=1).values
+        other = (ids != choices.ids).any(dim=1)
+        worst = choices.scores.gather(1, ids).amin(dim=1)
+        units = (choices.last - worst) / (UNIT * torch.maximum(choices.last.abs(), worst.abs()))
+        counts = torch.stack([other.sum(), (other & (units < EXCUSED_UNITS)).sum(), torch.where(other, units, 0).amax()]).tolist()
+        return cls(score.row(x), len(x), int(counts[0]), int(counts[1]), counts[2])
+
+
+class Report:
+    """Rows as they come, for people and for --json, and what must not be."""
+
+    def __init__(self):
+        self.rows, self.failures = {"agreement": [], "errors": [], "perplexity": []}, []
+
+    def agreement(self, router, weight, counts):
+        for name, count in counts.items():
+            self.rows["agreement"].append({"router": router, "weight": weight, "scores": name, **count._asdict()})
+            print(f"{router:<14}{weight:<8}{name:<17}{count.row:<13}{count.tokens:>10,}{count.other:>10,}"
+                  f"{count.other / count.tokens:>10.1e}{count.excused:>9,}{count.units:>12,.2f}", flush=True)
+            if name.startswith("exact") and count.other > count.excused:
+                self.failures.append(f"{router}, {weight} weight: {name} chooses others for {count.other - count.excused} tokens "
+                                     f"that nothing excuses, up to {count.units:.2f} units")
+
+    def errors(self, router, tokens, means):
+        self.rows["errors"].append({"router": router, "tokens": tokens, **means})
+        ratio = means["exact"] / means["fp32"]
+        print(f"{router:<14}{tokens:>7,}" + "".join(f"{means[name]:>11.2e}" for name in ERRORS_OF) + f"{ratio:>12.2f}", flush=True)
+        if not means["exact"] <= means["fp32"]:
+            self.failures.append(f"{router}, {tokens} tokens: the error of exact is {ratio:.2f} of fp32's")
+
+    def perplexity(self, mode, result):
+        self.rows["perplexity"].append({"mode": mode, **result})
+        print(f"perplexity, {mode}: {result['perplexity']:.4f} over {result['tokens']:,} predictions", flush=True)
+
+
+AGREEMENT_HEAD = f"{'router':<14}{'weight':<8}{'scores':<17}{'row':<13}{'tokens':>10}{'other':>10}{'share':>10}{'excused':>9}{'units':>12}"
+ERRORS_OF = ("exact", "two_term", "fp32")
+ERRORS_HEAD = f"{'router':<14}{'tokens':>7}" + "".join(f"{name:>11}" for name in ERRORS_OF) + f"{'exact/fp32':>12}"
+
+
+def chunk_tokens(device):
+    return 16384 if device == "cuda" else 4096
+
+
+def draw(shape, generator, dtype):
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+
+
+def random_agreement(name, tokens, device, report):
+    """Both weights of a router over the same tokens, which are drawn once."""
+    router, start = ROUTERS[name], time.monotonic()
+    generator = torch.Generator(device).manual_seed(1)
+    ways, counts = {}, {"f32": {}, "bf16": {}}
+    for begin in range(0, tokens, TOKENS_OF_A_WEIGHT):
+        drawn = draw((router.experts, router.hidden), generator, torch.float32)
+        for weight in counts:
+            values = drawn if weight == "f32" else drawn.bfloat16()
+            ways[weight] = values.double().t(), scorers(values)
+        end = min(tokens, begin + TOKENS_OF_A_WEIGHT)
+        for at in range(begin, end, chunk_tokens(device)):
+            x = draw((min(end - at, chunk_tokens(device)), router.hidden), generator, torch.bfloat16)
+            for weight, (reference, scored) in ways.items():
+                count_choices(x, reference, scored, router.top_k, counts[weight])
+        print(f"{name}: {end:,} of {tokens:,} tokens, {time.monotonic() - start:.1f} s", file=sys.stderr)
+    for weight, found in counts.items():
+        report.agreement(name, weight, found)
+
+
+def count_choices(x, reference, scored, top_k, counts):
+    """Adds the choices of these tokens to the counts of each way."""
+    choices = Choices.of(x.double() @ reference, top_k)
+    for name, score in scored.items():
+        count = Count.of(score, x, choices)
+        counts[name] = counts[name] + count if name in counts else count
+
+
+def random_errors(name, token_counts, seeds, device, report):
+    """A call of `count` tokens gets the first of those that a seed draws."""
+    router, start = ROUTERS[name], time.monotonic()
+    sums = {tokens: dict.fromkeys(ERRORS_OF, 0.0) for tokens in token_counts}
+    for seed in range(seeds):
+        generator = torch.Generator(device).manual_seed(seed)
+        x = draw((max(token_counts), router.hidden), generator, torch.bfloat16)
+        weight = draw((router.experts, router.hidden), generator, torch.float32)
+        reference, scored = x.double() @ weight.double().t(), scorers(weight)
+        for tokens in token_counts:
+            for way in ERRORS_OF:
+                sums[tokens][way] += (scored[way](x[:tokens]).double() - reference[:tokens]).abs().max().item()
+    print(f"{name}: {seeds} seeds, {time.monotonic() - start:.1f} s", file=sys.stderr)
+    for tokens, found in sums.items():
+        report.errors(name, tokens, {way: value / seeds for way, value in found.items()})
+
+
+def tensors_of(path):
+    """The tensors of a safetensors file by name, in its memory."""
+    with open(path, "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    for name, tensor in json.loads(data[8:end]).items():
+        if name != "__metadata__" and tensor["dtype"] in TYPES:
+            begin, stop = tensor["data_offsets"]
+            dtype = TYPES[tensor["dtype"]]
+            values = torch.frombuffer(data, dtype=dtype, count=(stop - begin) // dtype.itemsize, offset=end + begin)
+            yield name, values.view(tensor["shape"])
+
+
+def router_weights(folder):
+    """The weights of a checkpoint's routers by layer."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in tensors_of(file):
+            if "expert_bias" in name or "e_score_correction_bias" in name:
+                sys.exit(f"{folder}: {name} takes part in the choice, which is by scores alone here")
+            if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.gate\.weight", name):
+                found[int(match[1])] = tensor
+    return found
+
+
+def model_agreement(args, report):
+    """Scores a text in both modes, and the inputs of the first in all ways, layer by layer."""
+    top_k = json.loads((args.model / "config.json").read_text())["num_experts_per_tok"]
+    weights = router_weights(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "inputs.safetensors"
+        for mode in ("exact", "two_term"):
+            command = [args.program, "score", "--model", args.model, "--text-file", args.text, "--window", args.window,
+                       "--device", args.device, "--router-mode", mode, "--json", *(("--max-windows", args.windows) if args.windows else ()),
+                       *(("--router-inputs", file) if mode == "exact" else ())]
+            scored = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE)
+            if scored.returncode:
+                sys.exit(f"it was called as {' '.join(map(str, command))}")
+            report.perplexity(mode, json.loads(scored.stdout))
+        print(AGREEMENT_HEAD)
+        for name, inputs in tensors_of(file):
+            layer = int(name.split(".")[2])
+            weight = weights[layer].to(args.device)
+            reference, scored, counts = weight.double().t(), scorers(weight), {}
+            for x in inputs.split(chunk_tokens(args.device)):
+                count_choices(x.to(args.device), reference, scored, top_k, counts)
+            report.agreement(f"layer {layer}", NAMES[weight.dtype], counts)
+
+
+def arguments(given):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agreement", action="store_true", help="count choices on random tokens")
+    parser.add_argument("--errors", action="store_true", help="measure errors on random tokens")
+    parser.add_argument("--model", type=pathlib.Path, metavar="DIR", help="a folder of Hugging Face's whose experts are chosen by scores alone")
+    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="what the model reads")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--routers", type=lambda text: text.split(","), default=list(ROUTERS), metavar="NAME[,...]",
+                        help=f"of {', '.join(ROUTERS)}; default: all")
+    parser.add_argument("--tokens", type=int, default=2_000_000, help="of --agreement; default: %(default)s")
+    parser.add_argument("--counts", type=lambda text: [int(word) for word in text.split(",")], metavar="N[,...]",
+                        default=[1, 4, 16, 48, 96, 208, 512, 1024, 2048, 4096, 8192], help="of tokens, of --errors; default: the targets'")
+    parser.add_argument("--seeds", type=int, default=20, help="of --errors; default: %(default)s")
+    parser.add_argument("--window", type=int, default=512, help="of --model, tokens; default: %(default)s")
+    parser.add_argument("--windows", type=int, default=0, help="of --model: stop after so many; default: all")
+    parser.add_argument("--program", type=pathlib.Path, default=ROOT / "build" / "bin" / "vivace", help="of --model; default: build/bin/vivace")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows there too")
+    args = parser.parse_args(given)
+    for name in args.routers:
+        if name not in ROUTERS:
+            parser.error(f"--routers has '{name}', needs some of {', '.join(ROUTERS)}")
+    if min(args.tokens, args.seeds, *args.counts) < 1:
+        parser.error("--tokens, --seeds and --counts need at least 1")
+    if (args.model is None) != (args.text is None):
+        parser.error("--model and --text need each other")
+    if not (args.agreement or args.errors or args.model):
+        parser.error("nothing to do: one of --agreement, --errors and --model is needed")
+    return args
+
+
+def main(given=None):
+    args, report = arguments(given), Report()
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, vivace {vivace.__version__}")
+    if args.agreement:
+        print(AGREEMENT_HEAD)
+        for name in args.routers:
+            random_agreement(name, args.tokens, args.device, report)
+    if args.errors:
+        print(ERRORS_HEAD)
+        for name in args.routers:
+            random_errors(name, args.counts, args.seeds, args.device, report)
+    if args.model:
+        model_agreement(args, report)
+    if args.json:
+        result = {"device": where, "torch": torch.__version__, **report.rows, "failures": report.failures}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    for failure in report.failures:
+        print(failure, file=sys.stderr)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
