@@ -219,6 +219,22 @@ class BenchOps(Case):
         [(_, _, fields)] = self.cases("--suite", "fused_moe", "--case", "tp=4,intermediate=96")
         self.assertEqual((fields["tp"], fields["intermediate"]), ("4", "96"), "what is named is taken")
 
+    def test_routings_of_experts(self):
+        """Listed for hy3 apart from the cases of the targets, and to be had for any case."""
+        moe = ("--suite", "fused_moe")
+        routings = [fields["routing"] for _, _, fields in self.cases(*moe)]
+        self.assertEqual({r: routings.count(r) for r in routings}, {"uniform": 216, "zipf": 6, "one": 6, "half": 6})
+        for routing in ("zipf", "one", "half"):
+            cases = self.cases(*moe, "--case", f"routing={routing}")
+            self.assertEqual([(name, f["quant"], f["tp"], f["ep"], f["tokens"]) for _, name, f in cases],
+                             [("hy3", "per_tensor", *ranks, tokens) for ranks in [("8", "1"), ("1", "8")]
+                              for tokens in ("16", "256", "4096")])
+        [(_, name, fields)] = self.cases(*moe, "--case", "deepseek-v3,ep=8,tokens=64,quant=bf16,routing=one_local")
+        self.assertEqual((name, fields["experts"], fields["routing"]), ("deepseek-v3", "32", "one_local"))
+        text = self.ok("bench", "ops", "--help").text
+        for word in ("uniform", "zipf", "half", "one,", "one_local"):
+            self.assertIn(word, text)
+
     def test_cases_that_do_not_fit(self):
         """Said at the command line, without a GPU, with the field, its value and what fits."""
         huge = "99999999999999999999"
@@ -248,6 +264,8 @@ class BenchOps(Case):
                 ("fused_moe", "hy3,tokens=-64", "tokens is -64, needs 1 to 1048576"),
                 ("fused_moe", "hy3,tp=5", "tp is 5, needs a divisor of 1536"),
                 ("fused_moe", "hy3,top_k=200", "top_k is 200, needs 1 to 128"),
+                ("fused_moe", "hy3,routing=skewed", "routing is 'skewed', needs uniform, zipf, half, one or one_local"),
+                ("fused_moe", "hy3,ep=8,top_k=13,routing=half", "top_k is 13, needs 1 to 12"),
                 ("fused_moe", "hy4", "no case called 'hy4', needs one of qwen3-235b, hy3, deepseek-v3"),
                 ("fused_moe", "hidden=65536,experts=4096", "GB, needs at most 128"),
                 ("grouped_gemm", "groups=4096,rows=1048576", "rows is 1048576, needs 1 to 524287"),

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <random>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "src/bench/ops/memory.h"
+#include "src/bench/ops/moe_routing.h"
 #include "src/bench/ops/suites.h"
 #include "src/core/error.h"
 #include "src/core/number.h"
@@ -19,13 +19,19 @@ namespace vivace::bench {
 
 namespace {
 
-constexpr int64_t kRoutings = 4;
+constexpr int64_t kSets = 4;
 
-/// One set of weights, four routings of the tokens over it.
+/// Of a workload that has one of them.
+Routing routing_of(const OpWorkload& w) {
+  return static_cast<Routing>(std::ranges::find(kRoutings, w.text("routing")) - kRoutings.begin());
+}
+
+/// One set of weights, four draws of a routing over it.
 class PreparedFusedMoe final : public PreparedOp {
  public:
   explicit PreparedFusedMoe(const OpWorkload& w)
-      : tokens_(w.number("tokens")),
+      : workload_(w),
+        tokens_(w.number("tokens")),
         experts_(w.number("experts")),
         top_k_(w.number("top_k")),
         hidden_(w.number("hidden")),
@@ -58,28 +64,16 @@ class PreparedFusedMoe final : public PreparedOp {
       VIVACE_TRY_ASSIGN(base.down_scale, constant({experts_}, out));
       VIVACE_TRY_ASSIGN(base.act_scale, constant({1}, 1.0 / 16));
     }
-    double touched = 0;
-    for (int64_t i = 0; i < kRoutings; ++i) {
+    std::vector<RoutedTokens> routings;
+    for (int64_t i = 0; i < kSets; ++i) {
       FusedMoeArgs& args = sets_.emplace_back(base);
-      std::mt19937 rng(static_cast<uint32_t>(i + 1));
-      std::vector<int32_t> ids;
-      std::vector<float> weights;
-      std::set<int32_t> visited;
-      for (int64_t t = 0; t < tokens_; ++t) {
-        std::set<int32_t> chosen;
-        while (std::ssize(chosen) < top_k_) {
-          const auto id = static_cast<int32_t>(rng() % static_cast<uint32_t>(experts_));
-          if (!chosen.insert(id).second) continue;
-          ids.push_back(id);
-          weights.push_back(static_cast<float>(0.05 + 0.25 * (rng() % 1000) / 1000.0));
-        }
-        visited.insert(chosen.begin(), chosen.end());
-      }
-      touched += static_cast<double>(visited.size()) / kRoutings;
+      const RoutedTokens& routed = routings.emplace_back(
+          route_tokens(routing_of(workload_), tokens_, experts_, top_k_, static_cast<uint32_t>(i + 1)));
       VIVACE_TRY_ASSIGN(args.x, memory_.random(type, {tokens_, hidden_}, 1, 10 + i, stream));
       VIVACE_TRY_ASSIGN(args.y, memory_.make(DType::bf16, {tokens_, hidden_}, stream));
-      VIVACE_TRY_ASSIGN(args.expert_ids, memory_.copy_of(ids, DType::i32, {tokens_, top_k_}, stream));
-      VIVACE_TRY_ASSIGN(args.expert_weights, memory_.copy_of(weights, DType::f32, {tokens_, top_k_}, stream));
+      VIVACE_TRY_ASSIGN(args.expert_ids, memory_.copy_of(routed.ids, DType::i32, {tokens_, top_k_}, stream));
+      VIVACE_TRY_ASSIGN(args.expert_weights,
+                        memory_.copy_of(routed.weights, DType::f32, {tokens_, top_k_}, stream));
       if (blockwise) {
         VIVACE_TRY_ASSIGN(args.x_scale, constant({tokens_, rows_h}, 1));
       } else if (fp8) {
@@ -89,22 +83,20 @@ class PreparedFusedMoe final : public PreparedOp {
     VIVACE_TRY_ASSIGN(const int64_t scratch, fused_moe_workspace_bytes(sets_[0], stream));
     VIVACE_TRY_ASSIGN(const Tensor workspace, memory_.make(DType::u8, {scratch}, stream));
     for (FusedMoeArgs& args : sets_) args.workspace = workspace;
-    const double element = fp8 ? 1 : 2, expert = 3.0 * static_cast<double>(hidden_ * intermediate_);
-    floor_ = {.bytes = touched * expert * element + static_cast<double>(tokens_ * hidden_) * (element + 2),
-              .flops = 2 * expert * static_cast<double>(tokens_ * top_k_),
-              .flop_rate = fp8 ? kFp8Rate : kBf16Rate};
+    cost_ = moe_cost(workload_, routings);
     choice_ = fused_moe_explain(sets_[0], stream);
     return {};
   }
-  int64_t sets() const override { return kRoutings; }
+  int64_t sets() const override { return kSets; }
   Status call(int64_t set, const Stream& stream) override { return fused_moe(sets_[set], stream); }
   std::string row() const override { return choice_.row; }
-  Floor floor() const override { return floor_; }
+  Floor floor() const override { return cost_.floor; }
+  std::optional<double> formula_us() const override { return cost_.formula_us(); }
 
-  /// Of the first and the last token: their experts' weights are copied to the host.
+  /// Of the first, the last and a token between: their experts' weights are copied to the host.
   Result<std::optional<double>> max_abs_error(const Stream& stream) override {
     double worst = 0;
-    for (const int64_t token : std::set<int64_t>{0, tokens_ - 1}) {
+    for (const int64_t token : std::set<int64_t>{0, tokens_ / 2, tokens_ - 1}) {
       VIVACE_TRY_ASSIGN(const double error, error_of(sets_[0], token, stream));
       worst = larger(worst, error);
     }
@@ -129,10 +121,15 @@ class PreparedFusedMoe final : public PreparedOp {
     VIVACE_TRY_ASSIGN(args.expert_weights, keep(set.expert_weights.rows(token, 1)));
     VIVACE_TRY_ASSIGN(const Tensor act_scale, keep(set.act_scale));
     std::vector<ExpertWeights> experts;
+    const auto ids = args.expert_ids.as<int32_t>();
+    const auto weights = args.expert_weights.as<float>();
     for (int64_t j = 0; j < top_k_; ++j) {
-      int32_t& id = args.expert_ids.as<int32_t>()[j];
+      const int32_t id = ids[j];
+      if (id < 0) continue;  // another rank's
       VIVACE_TRY_ASSIGN(const Tensor gate_up, keep(set.gate_up.at(id)));
       VIVACE_TRY_ASSIGN(const Tensor down, keep(set.down.at(id)));
+      ids[experts.size()] = static_cast<int32_t>(experts.size());
+      weights[experts.size()] = weights[j];
       ExpertWeights& expert = experts.emplace_back();
       expert.gate = gate_up.rows(0, intermediate_);
       expert.up = gate_up.rows(intermediate_, intermediate_);
@@ -146,18 +143,16 @@ class PreparedFusedMoe final : public PreparedOp {
         expert.down_scale = blockwise ? down_scale.at(0) : down_scale;
         expert.act_scale = act_scale;
       }
-      id = static_cast<int32_t>(j);
     }
     args.experts = experts;
     // An expert each, so that they are computed side by side.
-    std::vector<std::vector<float>> parts(static_cast<size_t>(top_k_),
-                                          std::vector<float>(static_cast<size_t>(hidden_)));
-    std::vector<Status> failures(static_cast<size_t>(top_k_));
-    check_threads().parallel_for(top_k_, [&](int64_t j, int) {
+    std::vector<std::vector<float>> parts(experts.size(), std::vector<float>(static_cast<size_t>(hidden_)));
+    std::vector<Status> failures(experts.size());
+    check_threads().parallel_for(std::ssize(experts), [&](int64_t j, int) {
       FusedMoeArgs one = args;
       one.expert_ids.shape[1] = one.expert_weights.shape[1] = 1;
-      one.expert_ids.data = args.expert_ids.as<int32_t>() + j;
-      one.expert_weights.data = args.expert_weights.as<float>() + j;
+      one.expert_ids.data = ids + j;
+      one.expert_weights.data = weights + j;
       one.y = Tensor(parts[j].data(), DType::f32, {1, hidden_});
       failures[j] = fused_moe_reference(one, Stream{});
     });
@@ -171,11 +166,12 @@ class PreparedFusedMoe final : public PreparedOp {
     return worst;
   }
 
+  OpWorkload workload_;
   int64_t tokens_, experts_, top_k_, hidden_, intermediate_;
   std::string quant_;
   DeviceTensors memory_;
   std::vector<FusedMoeArgs> sets_;
-  Floor floor_;
+  MoeCost cost_;
   Choice choice_;
 };
 
@@ -184,20 +180,30 @@ std::vector<OpWorkload> workloads() {
     const char* name;
     int64_t tp, ep, experts, hidden, intermediate;
   };
+  constexpr Model kHy3[] = {{"hy3", 8, 1, 192, 4096, 192}, {"hy3", 1, 8, 24, 4096, 1536}};
   std::vector<OpWorkload> all;
+  const auto add = [&](const Model& m, int64_t tokens, std::string_view quant, Routing routing) {
+    OpWorkload w{.suite = "fused_moe", .name = m.name, .fields = {}};
+    w.with("tp", m.tp).with("ep", m.ep).with("tokens", tokens).with("experts", m.experts);
+    w.with("top_k", int64_t{8}).with("hidden", m.hidden).with("intermediate", m.intermediate);
+    w.with("quant", std::string(quant)).with("routing", std::string(kRoutings[static_cast<size_t>(routing)]));
+    all.push_back(std::move(w));
+  };
   for (const char* quant : {"per_tensor", "blockwise", "bf16"}) {
     for (const Model& m : {Model{"qwen3-235b", 8, 1, 128, 4096, 192},
-                           {"hy3", 8, 1, 192, 4096, 192},
+                           kHy3[0],
                            {"deepseek-v3", 8, 1, 256, 7168, 256},
                            {"qwen3-235b", 1, 8, 16, 4096, 1536},
-                           {"hy3", 1, 8, 24, 4096, 1536},
+                           kHy3[1],
                            {"deepseek-v3", 1, 8, 32, 7168, 2048}}) {
       for (const int64_t tokens : {1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096}) {
-        OpWorkload w{.suite = "fused_moe", .name = m.name, .fields = {}};
-        w.with("tp", m.tp).with("ep", m.ep).with("tokens", tokens).with("experts", m.experts);
-        w.with("top_k", int64_t{8}).with("hidden", m.hidden).with("intermediate", m.intermediate);
-        all.push_back(w.with("quant", std::string(quant)));
+        add(m, tokens, quant, Routing::uniform);
       }
+    }
+  }
+  for (const Routing routing : {Routing::zipf, Routing::one, Routing::half}) {
+    for (const Model& m : kHy3) {
+      for (const int64_t tokens : {16, 256, 4096}) add(m, tokens, "per_tensor", routing);
     }
   }
   return all;
@@ -208,7 +214,9 @@ Status check(const OpWorkload& w) {
   VIVACE_TRY(check_field(w, "ep", 1, 1024));
   VIVACE_TRY(check_field(w, "tokens", 1, 1 << 20));
   VIVACE_TRY(check_field(w, "experts", 1, 4096));
-  VIVACE_TRY(check_field(w, "top_k", 1, std::min<int64_t>(128, w.number("experts"))));
+  VIVACE_TRY_ASSIGN(const size_t routing, choice_of(w, "routing", kRoutings));
+  const int64_t choices = experts_to_choose(static_cast<Routing>(routing), w.number("experts"));
+  VIVACE_TRY(check_field(w, "top_k", 1, std::min<int64_t>(128, choices)));
   VIVACE_TRY(check_field(w, "hidden", 16, 1 << 16));
   VIVACE_TRY(check_field(w, "intermediate", 16, 1 << 16));
   VIVACE_TRY_ASSIGN(const size_t quant, choice_of(w, "quant", {"per_tensor", "blockwise", "bf16"}));
@@ -216,7 +224,7 @@ Status check(const OpWorkload& w) {
   const auto tokens = static_cast<double>(w.number("tokens")),
              hidden = static_cast<double>(w.number("hidden"));
   const double weights = 3 * static_cast<double>(w.number("experts") * w.number("intermediate")) * hidden;
-  return check_memory(w, weights * element + kRoutings * tokens * hidden * (element + 2));
+  return check_memory(w, weights * element + kSets * tokens * hidden * (element + 2));
 }
 
 /// tp ranks share out an expert's rows and ep ranks the experts, so another number of ranks means other shares.
@@ -241,8 +249,9 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
 
 }  // namespace
 
-const OpSuite kFusedMoeSuite = {
-    "fused_moe", "the routed experts of a layer, uniform routing", workloads, check, prepare, nullptr,
-    follow,      {"experts", "top_k", "hidden", "intermediate"}};
+const OpSuite kFusedMoeSuite = {"fused_moe", "the routed experts of a layer",
+                                workloads,   check,
+                                prepare,     nullptr,
+                                follow,      {"experts", "top_k", "hidden", "intermediate"}};
 
 }  // namespace vivace::bench

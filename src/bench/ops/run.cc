@@ -160,6 +160,7 @@ Status check_and_time(OpResult& result, PreparedOp& prepared, int64_t replays, c
   VIVACE_TRY_ASSIGN(result.timing, time_graph(prepared, replays, stream));
   const Floor floor = prepared.floor();
   result.floor_us = floor.us();
+  if (!result.baseline) result.formula_us = prepared.formula_us();
   result.read_tb_s = floor.bytes / result.timing.median_us * 1e-6;
   result.tflop_s = floor.flops / result.timing.median_us * 1e-6;
   return {};
@@ -262,7 +263,9 @@ void OpTargets::apply(OpResult& result) const {
     const bool agrees = std::all_of(result.workload.fields.begin(), result.workload.fields.end(),
                                     [&](const OpWorkload::Field& field) {
                                       const auto own = entry.find(field.name);
-                                      if (own == entry.end()) return true;
+                                      if (own == entry.end())
+                                        return field.name != "routing" ||
+                                               field.value == OpWorkload::Value("uniform");
                                       if (const auto* number = std::get_if<int64_t>(&field.value))
                                         return own->is_number() && *own == *number;
                                       return own->is_string() && *own == std::get<std::string>(field.value);
@@ -294,6 +297,7 @@ Json json_of(const std::vector<OpResult>& results) {
     row["tb_s"] = result.read_tb_s;
     row["tflop_s"] = result.tflop_s;
     if (result.max_abs_error) row["max_abs_error"] = *result.max_abs_error;
+    if (result.formula_us) row["formula_us"] = *result.formula_us;
     if (result.target_us) row["target_us"] = *result.target_us;
     rows.push_back(std::move(row));
   }
@@ -314,30 +318,35 @@ std::string OpTable::add(const OpResult& result) {
   if (!result.failure.ok()) {
     return out + fmt::format("{:<58} {:<22} failed: {}\n", name, result.row, result.failure.message());
   }
+  const std::optional<double> reach = result.target_us ? result.target_us : result.formula_us;
   out += fmt::format(
       "{:<58} {:<22} {:>9.2f} {:>9.2f} {:>9.2f} {:>9.2f} {:>5.0f}% {:>6.2f} {:>7.0f} "
       "{:>9} {:>8} {:>6}\n",
       name, result.row, result.timing.median_us, result.timing.p10_us, result.timing.p90_us, result.floor_us,
       100 * result.share_of_floor(), result.read_tb_s, result.tflop_s,
       result.max_abs_error ? fmt::format("{:.2e}", *result.max_abs_error) : "",
-      result.target_us ? fmt::format("{:.1f}", *result.target_us) : "",
-      result.target_us ? fmt::format("{:.2f}", result.timing.median_us / *result.target_us) : "");
-  if (result.target_us) {
-    logs_ += std::log(result.timing.median_us / *result.target_us);
-    ++targets_;
-  }
+      reach ? fmt::format("{}{:.1f}", result.target_us ? "" : "~", *reach) : "",
+      reach ? fmt::format("{:.2f}", result.timing.median_us / *reach) : "");
+  if (reach) (result.target_us ? targets_ : formulas_).add(result.timing.median_us / *reach);
   return out;
 }
 
 std::string OpTable::end() {
-  std::string out;
-  if (targets_ > 0) {
-    out = fmt::format("geometric mean of us / target over {} cases: {:.3f}\n", targets_,
-                      std::exp(logs_ / static_cast<double>(targets_)));
-  }
-  logs_ = 0;
-  targets_ = 0;
+  const std::string out = targets_.line("target") + formulas_.line("the targets' formula (~)");
+  targets_ = formulas_ = {};
   return out;
+}
+
+void OpTable::Ratios::add(double ratio) {
+  logs += std::log(ratio);
+  worst = std::max(worst, ratio);
+  ++count;
+}
+
+std::string OpTable::Ratios::line(std::string_view of) const {
+  if (count == 0) return "";
+  return fmt::format("geometric mean of us / {} over {} cases: {:.3f}, the largest {:.3f}\n", of, count,
+                     std::exp(logs / static_cast<double>(count)), worst);
 }
 
 }  // namespace vivace::bench

@@ -25,6 +25,7 @@ struct OpResult {
   std::optional<double> max_abs_error;
   Status failure;
   std::optional<double> target_us;
+  std::optional<double> formula_us;  ///< what the formula of the suite's targets gives for this case
 
   double share_of_floor() const { return timing.median_us > 0 ? floor_us / timing.median_us : 0; }
 };
@@ -56,7 +57,8 @@ class OpTargets {
   /// Of a JSON object of lists by suite, whose entries have this project's field names. invalid_argument: the text is not
   /// of that form.
   static Result<OpTargets> parse(std::string_view json_text);
-  /// Sets target_us where an entry agrees in every field that both have; a target is for our row alone.
+  /// Sets target_us where an entry agrees in every field that both have; a target is for our row alone, and for uniform
+  /// routing where its entry does not name one.
   void apply(OpResult& result) const;
 
  private:
@@ -64,10 +66,11 @@ class OpTargets {
 };
 
 /// One object per result: suite, case, the workload's fields, row, baseline (true where the row is a library's), us, p10_us,
-/// p90_us, floor_us, share_of_floor, tb_s, tflop_s; max_abs_error, target_us and failure where there are any.
+/// p90_us, floor_us, share_of_floor, tb_s, tflop_s; max_abs_error, formula_us, target_us and failure where there are any.
 nlohmann::ordered_json json_of(const std::vector<OpResult>& results);
 
-/// A table, line by line, and per suite the geometric mean of us / target_us.
+/// A table, line by line, and per suite the geometric mean of us / target_us. Cases without a target have the formula's
+/// time in its place, behind a ~, and a line of their own below.
 class OpTable {
  public:
   /// The line of a result, after the heading of its suite where that begins.
@@ -76,9 +79,15 @@ class OpTable {
   std::string end();
 
  private:
+  /// of us over what is to be reached
+  struct Ratios {
+    double logs = 0, worst = 0;
+    int64_t count = 0;
+    void add(double ratio);
+    std::string line(std::string_view of) const;
+  };
   std::string suite_;
-  double logs_ = 0;
-  int64_t targets_ = 0;
+  Ratios targets_, formulas_;
 };
 
 }  // namespace vivace::bench

@@ -27,11 +27,11 @@ Status check_field(const OpWorkload& workload, std::string_view field, int64_t l
 }
 
 Result<size_t> choice_of(const OpWorkload& workload, std::string_view field,
-                         std::initializer_list<std::string_view> values) {
+                         std::span<const std::string_view> values) {
   const std::string text = workload.text(field);
   std::string needs;
   for (size_t i = 0; i < values.size(); ++i) {
-    const std::string_view value = values.begin()[i];
+    const std::string_view value = values[i];
     if (text == value) return i;
     needs += (i == 0 ? "" : i + 1 < values.size() ? ", " : " or ") + std::string(value);
   }

@@ -34,6 +34,8 @@ class PreparedOp {
   /// Enqueues the call of one set.
   virtual Status call(int64_t set, const Stream& stream) = 0;
   virtual Floor floor() const = 0;
+  /// What the formula of the suite's targets gives for the bytes and operations of this very case; absent where there is none.
+  virtual std::optional<double> formula_us() const { return std::nullopt; }
   /// The row that ran, or a library's name.
   virtual std::string row() const = 0;
   /// Largest difference of set 0's outputs from float64 on the same inputs, over all or a sample of them; absent where

@@ -2,6 +2,7 @@
 
 #include <initializer_list>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <utility>
 
@@ -26,7 +27,11 @@ Result<std::unique_ptr<PreparedOp>> prepared(const Stream& stream, Args&&... arg
 Status check_field(const OpWorkload& workload, std::string_view field, int64_t low, int64_t high);
 /// invalid_argument unless the field is one of these; gives its place among them.
 Result<size_t> choice_of(const OpWorkload& workload, std::string_view field,
-                         std::initializer_list<std::string_view> values);
+                         std::span<const std::string_view> values);
+inline Result<size_t> choice_of(const OpWorkload& workload, std::string_view field,
+                                std::initializer_list<std::string_view> values) {
+  return choice_of(workload, field, std::span(values.begin(), values.size()));
+}
 /// invalid_argument unless heads_q, heads_kv and head_dim are an attention's: heads_q a multiple of heads_kv, head_dim of 8.
 Status check_heads(const OpWorkload& workload);
 /// invalid_argument unless the workload's tensors, so many bytes in all, fit on one GPU.
