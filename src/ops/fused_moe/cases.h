@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <span>
 
 #include "src/ops/fused_moe/table.h"
@@ -11,6 +12,8 @@ namespace vivace {
 
 enum class MoeRouting {
   distinct,  ///< a token's experts differ
+  half,      ///< they differ, and half of the experts, a drawn one, have no row
+  zipf,      ///< they differ, and the r-th most popular has a weight of 1 / r
   any,       ///< with repetitions, ids -1 and ids past the experts
   one,       ///< every choice of every token is expert 0
   none,      ///< no choice has work
@@ -117,6 +120,40 @@ inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
      DType::fp8_e4m3, false, 0, DType::bf16, MoeIds::slice, {1.702, 1, 1}},
     {"fp8 blocks, hundreds of rows, a map, gpt-oss's gate", 280, 144, 192, 2, 3, DType::fp8_e4m3, MoeRouting::any, 48,
      false, 0, DType::fp8_e4m3, true, 64, DType::bf16, MoeIds::map, {1.702, 1, 1}},
+    // Skewed: the number of rows that an expert has in the mean chooses a row and its tiles, whatever it has in truth.
+    {"half of the experts", 30, 64, 32, 11, 3, DType::bf16, MoeRouting::half, 24},
+    {"Zipf", 60, 64, 32, 16, 4, DType::bf16, MoeRouting::zipf},
+    {"fp8, decode, half of the experts", 24, 144, 64, 24, 4, DType::fp8_e4m3, MoeRouting::half, 0, false, 0,
+     DType::fp8_e4m3, false, 0, DType::bf16},
+    {"fp8, decode, Zipf", 64, 144, 64, 32, 4, DType::fp8_e4m3, MoeRouting::zipf, 16, false, 0, DType::fp8_e4m3},
+    {"fp8 blocks, decode, half of the experts", 40, 144, 64, 16, 2, DType::fp8_e4m3, MoeRouting::half, 0, false, 0,
+     DType::fp8_e4m3, true, 64, DType::bf16},
+    {"fp8 blocks, decode, Zipf, slice from 48", 16, 272, 208, 32, 4, DType::fp8_e4m3, MoeRouting::zipf, 64, false, 0,
+     DType::fp8_e4m3, true, 48},
+    {"fp8 blocks, decode, one expert has all", 32, 144, 192, 24, 4, DType::fp8_e4m3, MoeRouting::one, 0, false, 0,
+     DType::fp8_e4m3, true, 64, DType::bf16},
+    {"bf16 activations, decode, half of the experts", 40, 96, 48, 16, 2, DType::bf16, MoeRouting::half, 32, false, 0,
+     DType::bf16},
+    {"bf16 activations, decode, Zipf", 48, 96, 48, 32, 4, DType::bf16, MoeRouting::zipf, 0, false, 0, DType::bf16},
+    {"bf16 activations, decode, one expert has all", 20, 96, 48, 24, 4, DType::bf16, MoeRouting::one, 0, false, 0,
+     DType::bf16},
+    {"fp8, half of the experts", 150, 144, 80, 12, 2, DType::fp8_e4m3, MoeRouting::half, 0, false, 0, DType::fp8_e4m3},
+    {"fp8, Zipf", 200, 144, 48, 16, 4, DType::fp8_e4m3, MoeRouting::zipf, 0, false, 0, DType::fp8_e4m3, false, 0,
+     DType::bf16},
+    {"fp8, one expert of many has all", 100, 144, 192, 16, 2, DType::fp8_e4m3, MoeRouting::one, 16, false, 0,
+     DType::fp8_e4m3},
+    {"fp8, one expert of few has all", 100, 144, 192, 4, 2, DType::fp8_e4m3, MoeRouting::one, 0, false, 0,
+     DType::fp8_e4m3, false, 0, DType::bf16},
+    {"fp8 blocks, half of the experts, slice from 64", 140, 144, 192, 5, 2, DType::fp8_e4m3, MoeRouting::half, 0, false, 0,
+     DType::fp8_e4m3, true, 64},
+    {"fp8 blocks, Zipf", 140, 144, 80, 16, 2, DType::fp8_e4m3, MoeRouting::zipf, 0, false, 0, DType::fp8_e4m3, true, 0,
+     DType::bf16},
+    {"fp8 blocks, one expert of many has all", 100, 144, 192, 16, 2, DType::fp8_e4m3, MoeRouting::one, 0, false, 0,
+     DType::fp8_e4m3, true, 64, DType::bf16},
+    {"bf16 activations, half of the experts", 260, 72, 40, 9, 2, DType::bf16, MoeRouting::half, 24, false, 0, DType::bf16},
+    {"bf16 activations, Zipf", 260, 72, 40, 12, 4, DType::bf16, MoeRouting::zipf, 0, false, 0, DType::bf16},
+    {"bf16 activations, one expert of many has all", 150, 72, 40, 16, 2, DType::bf16, MoeRouting::one, 0, false, 0,
+     DType::bf16},
     {"fp8 blocks, odd sizes", 3, 133, 150, 4, 2, DType::fp8_e4m3, MoeRouting::any, 5, true, 0, DType::fp8_e4m3, true,
      17},
     // clang-format on
@@ -268,14 +305,29 @@ struct FusedMoeProblem {
   void route(const FusedMoeCase& c, std::mt19937& rng) {
     std::vector<int32_t> all(static_cast<size_t>(c.experts));
     for (size_t e = 0; e < all.size(); ++e) all[e] = static_cast<int32_t>(e);
+    std::vector<int32_t> rank = all;
+    if (c.routing == MoeRouting::half || c.routing == MoeRouting::zipf)
+      std::shuffle(rank.begin(), rank.end(), rng);
+    std::vector<double> arrival(all.size());
     constexpr int32_t kNoWork[] = {-1, INT32_MIN, INT32_MAX};
     for (int64_t t = 0; t < c.tokens; ++t) {
       std::shuffle(all.begin(), all.end(), rng);
+      int64_t choices = c.experts;
+      if (c.routing == MoeRouting::half) {
+        choices -= c.experts / 2;
+        std::ranges::partition(all, [&](int32_t e) { return rank[e] < choices; });
+      } else if (c.routing == MoeRouting::zipf) {
+        // Who comes first when each comes at a rate of its weight: draws without repetition.
+        for (const int32_t e : all) arrival[e] = -std::log((rng() + 1.0) * 0x1p-32) * (rank[e] + 1);
+        std::ranges::sort(all, {}, [&](int32_t e) { return arrival[e]; });
+      }
       for (int64_t j = 0; j < c.top_k; ++j) {
         int32_t& id = ids.as<int32_t>()[t * c.top_k + j];
         switch (c.routing) {
           case MoeRouting::distinct:
-            id = all[j % c.experts];
+          case MoeRouting::half:
+          case MoeRouting::zipf:
+            id = all[j % choices];
             break;
           case MoeRouting::any:
             id = static_cast<int32_t>(rng() % (c.experts + 2)) - 1;

@@ -21,6 +21,11 @@ struct GroupedGemmCase {
 
 inline std::span<const GroupedGemmCase> grouped_gemm_cases(CaseSize size) {
   constexpr auto f32 = DType::f32, bf16 = DType::bf16, f16 = DType::f16, fp8 = DType::fp8_e4m3;
+  // Rows of skewed routing: 240 / r for the r-th most popular of 16; a group in 24; every other group.
+  const std::vector<int32_t> zipf = {24, 16, 120, 20, 48, 15, 34, 240, 18, 80, 21, 60, 17, 30, 40, 26};
+  const std::vector<int32_t> half = {20, 0, 31, 0, 64, 0, 7, 0, 40, 0, 17, 0, 52, 0};
+  std::vector<int32_t> one(24, 0);
+  one[13] = 300;
   static const std::vector<GroupedGemmCase> test = {
       {"no groups", {}, 8, 16},
       {"no rows", {0, 0}, 8, 16},
@@ -52,6 +57,14 @@ inline std::span<const GroupedGemmCase> grouped_gemm_cases(CaseSize size) {
        0,
        432},
       {"bf16, tiles of 64 to 192 rows", {100, 60, 33, 0, 128, 450, 1}, 136, 208, bf16, bf16, f32},
+      {"fp8, Zipf", zipf, 136, 272, fp8, fp8, bf16},
+      {"fp8, half of the groups", half, 136, 272, fp8, fp8, f32},
+      {"fp8, one of many groups", one, 136, 272, fp8, fp8, bf16},
+      {"fp8 blocks, Zipf", zipf, 136, 272, fp8, fp8, bf16, true},
+      {"fp8 blocks, half of the groups", half, 136, 272, fp8, fp8, f32, true},
+      {"fp8 blocks, one of many groups", one, 136, 272, fp8, fp8, bf16, true},
+      {"bf16, Zipf", zipf, 72, 136},
+      {"bf16, half of the groups", half, 72, 136},
       {"fp8 blocks, odd sizes", {2, 3}, 150, 133, fp8, fp8, f32, true},
   };
   static const std::vector<GroupedGemmCase> serving = {
