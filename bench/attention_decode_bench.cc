@@ -2,4 +2,4 @@
 #include "src/ops/attention_decode/cases.h"
 #include "src/ops/attention_decode/table.h"
 
-VIVACE_OP_BENCH(kAttentionDecode, attention_decode_cases, AttentionDecodeProblem, attention_decode_cost);
+VIVACE_OP_BENCH(kAttentionDecode, attention_decode_cases, AttentionDecodeProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/attention_prefill/cases.h"
 #include "src/ops/attention_prefill/table.h"
 
-VIVACE_OP_BENCH(kAttentionPrefill, attention_prefill_cases, AttentionPrefillProblem, attention_prefill_cost);
+VIVACE_OP_BENCH(kAttentionPrefill, attention_prefill_cases, AttentionPrefillProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/attention_prologue/cases.h"
 #include "src/ops/attention_prologue/table.h"
 
-VIVACE_OP_BENCH(kAttentionPrologue, attention_prologue_cases, AttentionPrologueProblem, attention_prologue_cost);
+VIVACE_OP_BENCH(kAttentionPrologue, attention_prologue_cases, AttentionPrologueProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/decode_schedule/cases.h"
 #include "src/ops/decode_schedule/table.h"
 
-VIVACE_OP_BENCH(kDecodeSchedule, decode_schedule_cases, DecodeScheduleProblem, decode_schedule_cost);
+VIVACE_OP_BENCH(kDecodeSchedule, decode_schedule_cases, DecodeScheduleProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/embedding/cases.h"
 #include "src/ops/embedding/table.h"
 
-VIVACE_OP_BENCH(kEmbedding, embedding_cases, EmbeddingProblem, embedding_cost);
+VIVACE_OP_BENCH(kEmbedding, embedding_cases, EmbeddingProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/fused_moe/cases.h"
 #include "src/ops/fused_moe/table.h"
 
-VIVACE_OP_BENCH(kFusedMoe, fused_moe_cases, FusedMoeProblem, fused_moe_cost);
+VIVACE_OP_BENCH(kFusedMoe, fused_moe_cases, FusedMoeProblem);

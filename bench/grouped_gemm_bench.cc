@@ -2,4 +2,4 @@
 #include "src/ops/grouped_gemm/cases.h"
 #include "src/ops/grouped_gemm/table.h"
 
-VIVACE_OP_BENCH(kGroupedGemm, grouped_gemm_cases, GroupedGemmProblem, grouped_gemm_cost);
+VIVACE_OP_BENCH(kGroupedGemm, grouped_gemm_cases, GroupedGemmProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/linear/cases.h"
 #include "src/ops/linear/table.h"
 
-VIVACE_OP_BENCH(kLinear, linear_cases, LinearProblem, linear_cost);
+VIVACE_OP_BENCH(kLinear, linear_cases, LinearProblem);

@@ -15,7 +15,7 @@
 
 // How an operator joins vivace-op-bench: a file bench/<op>_bench.cc with one line,
 //
-//   VIVACE_OP_BENCH(kRmsNorm, rms_norm_cases, RmsNormProblem, rms_norm_cost);
+//   VIVACE_OP_BENCH(kRmsNorm, rms_norm_cases, RmsNormProblem);
 //
 // which registers each serving case with each row that accepts it, under the name op/row/case.
 
@@ -75,8 +75,8 @@ void measure(benchmark::State& state, const Row<Args>& row, const Case& c, const
 }
 
 template <class Problem, class Args, class Case>
-bool add(const Operator<Args>& op, std::span<const Case> cases, Cost (*cost_of)(const Args&)) {
-  registrations().push_back([&op, cases, cost_of](const Options& options) {
+bool add(const Operator<Args>& op, std::span<const Case> cases) {
+  registrations().push_back([&op, cases](const Options& options) {
     if (!options.op.empty() && options.op != op.name) return;
     for (const Case& c : cases) {
       const Problem problem(c, 0);
@@ -87,8 +87,8 @@ bool add(const Operator<Args>& op, std::span<const Case> cases, Cost (*cost_of)(
         if (!fits) continue;
         const std::string name = std::string(op.name) + "/" + std::string(row.name) + "/" + c.name;
         benchmark::RegisterBenchmark(name.c_str(),
-                                     [&row, &c, cost_of, options](benchmark::State& state) {
-                                       measure<Args, Problem, Case>(state, row, c, options, cost_of);
+                                     [&op, &row, &c, options](benchmark::State& state) {
+                                       measure<Args, Problem, Case>(state, row, c, options, op.cost);
                                      })
             ->Unit(benchmark::kMicrosecond)
             ->UseRealTime()
@@ -101,8 +101,8 @@ bool add(const Operator<Args>& op, std::span<const Case> cases, Cost (*cost_of)(
 
 }  // namespace vivace::bench
 
-#define VIVACE_OP_BENCH(op, cases, Problem, cost)                                                   \
-  namespace vivace::bench {                                                                         \
-  [[maybe_unused]] static const bool added_##op = add<Problem>(op, cases(CaseSize::serving), cost); \
-  }                                                                                                 \
+#define VIVACE_OP_BENCH(op, cases, Problem)                                                   \
+  namespace vivace::bench {                                                                   \
+  [[maybe_unused]] static const bool added_##op = add<Problem>(op, cases(CaseSize::serving)); \
+  }                                                                                           \
   static_assert(true)

@@ -2,4 +2,4 @@
 #include "src/ops/quantize_fp8/cases.h"
 #include "src/ops/quantize_fp8/table.h"
 
-VIVACE_OP_BENCH(kQuantizeFp8, quantize_fp8_cases, QuantizeFp8Problem, quantize_fp8_cost);
+VIVACE_OP_BENCH(kQuantizeFp8, quantize_fp8_cases, QuantizeFp8Problem);

@@ -2,4 +2,4 @@
 #include "src/ops/rms_norm/cases.h"
 #include "src/ops/rms_norm/table.h"
 
-VIVACE_OP_BENCH(kRmsNorm, rms_norm_cases, RmsNormProblem, rms_norm_cost);
+VIVACE_OP_BENCH(kRmsNorm, rms_norm_cases, RmsNormProblem);

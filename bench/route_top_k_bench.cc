@@ -2,4 +2,4 @@
 #include "src/ops/route_top_k/cases.h"
 #include "src/ops/route_top_k/table.h"
 
-VIVACE_OP_BENCH(kRouteTopK, route_top_k_cases, RouteTopKProblem, route_top_k_cost);
+VIVACE_OP_BENCH(kRouteTopK, route_top_k_cases, RouteTopKProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/router_gemm/cases.h"
 #include "src/ops/router_gemm/table.h"
 
-VIVACE_OP_BENCH(kRouterGemm, router_gemm_cases, RouterGemmProblem, router_gemm_cost);
+VIVACE_OP_BENCH(kRouterGemm, router_gemm_cases, RouterGemmProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/sampler/cases.h"
 #include "src/ops/sampler/table.h"
 
-VIVACE_OP_BENCH(kSampler, sampler_cases, SamplerProblem, sampler_cost);
+VIVACE_OP_BENCH(kSampler, sampler_cases, SamplerProblem);

@@ -2,4 +2,4 @@
 #include "src/ops/silu_mul/cases.h"
 #include "src/ops/silu_mul/table.h"
 
-VIVACE_OP_BENCH(kSiluMul, silu_mul_cases, SiluMulProblem, silu_mul_cost);
+VIVACE_OP_BENCH(kSiluMul, silu_mul_cases, SiluMulProblem);

@@ -65,6 +65,8 @@ struct RowCount {
   int64_t calls;
 };
 
+class CallObserver;
+
 /// What a caller prefers, and how often each row ran. One object per engine; any thread may count.
 class Dispatch {
  public:
@@ -86,11 +88,16 @@ class Dispatch {
   /// Rows that ran at least once, in table order.
   std::vector<RowCount> counts() const;
 
+  /// For measurements: who sees each call; null: nobody. Set while no call runs.
+  void observe(CallObserver* observer) { observer_ = observer; }
+  CallObserver* observer() const { return observer_; }
+
   static constexpr int kMaxOps = 32, kMaxRows = 16;
 
  private:
   std::map<std::string, std::string, std::less<>> preferences_;
   std::array<std::array<std::atomic<int64_t>, kMaxRows>, kMaxOps> counts_{};
+  CallObserver* observer_ = nullptr;
 };
 
 }  // namespace vivace

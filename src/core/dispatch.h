@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/core/error.h"
+#include "vivace/cost.h"
 #include "vivace/dispatch.h"
 #include "vivace/status.h"
 #include "vivace/stream.h"
@@ -61,12 +62,13 @@ struct Row {
   int64_t (*workspace_bytes)(const Args&, const Stream&) = nullptr;
 };
 
-/// An operator: its name, the facts of a call, its rows.
+/// An operator: its name, the facts and the cost of a call, its rows.
 template <class Args>
 struct Operator {
   std::string_view name;
   std::string_view summary;
   Facts (*facts)(const Args&);
+  Cost (*cost)(const Args&);
   std::span<const Row<Args>> rows;
 };
 
@@ -114,12 +116,30 @@ Status refuse(const Operator<Args>& op, const Args& args, const Stream& stream) 
 }
 }  // namespace internal
 
-/// Counts a call of a row.
-template <class Args>
-void count_call(const Operator<Args>& op, const Row<Args>& row, const Stream& stream) {
-  if (stream.dispatch == nullptr) return;
-  const int index = operator_index(op.rows.data());
-  if (index >= 0) stream.dispatch->count(index, static_cast<int>(&row - op.rows.data()));
+/// Sees the calls of a Dispatch one by one, in order; no call of an operator is inside another.
+class CallObserver {
+ public:
+  virtual ~CallObserver() = default;
+  /// Before a call that chose its row: on a CPU it runs next, on a GPU it is enqueued. `op` and `row` are positions in
+  /// operators() and its rows. An error is the call's, which does not run then.
+  virtual Status before(int op, int row, const Cost& cost, const Stream& stream) = 0;
+  /// After one that did not fail.
+  virtual Status after(const Stream& stream) = 0;
+};
+
+/// Counts a call that chose `row`, runs it by run() and shows it to who observes.
+template <class Args, class Run>
+Status run_counted(const Operator<Args>& op, const Row<Args>& row, const Args& args, const Stream& stream,
+                   const Run& run) {
+  const int op_index = stream.dispatch == nullptr ? -1 : operator_index(op.rows.data());
+  if (op_index < 0) return run();
+  const int row_index = static_cast<int>(&row - op.rows.data());
+  stream.dispatch->count(op_index, row_index);
+  CallObserver* observer = stream.dispatch->observer();
+  if (observer == nullptr) return run();
+  VIVACE_TRY(observer->before(op_index, row_index, op.cost(args), stream));
+  VIVACE_TRY(run());
+  return observer->after(stream);
 }
 
 /// Chooses a row, counts the call and runs it. unsupported: no row fits; the message lists each and why.
@@ -128,8 +148,7 @@ Status dispatch(const Operator<Args>& op, const Args& args, const Stream& stream
   const Row<Args>* row = choose(op, args, stream);
   if (row == nullptr) return internal::refuse(op, args, stream);
   if (stream.check_only) return {};
-  count_call(op, *row, stream);
-  return row->run(args, stream);
+  return run_counted(op, *row, args, stream, [&] { return row->run(args, stream); });
 }
 
 /// Scratch bytes of the row that would run this call.

@@ -4,6 +4,8 @@
 
 #include <cstdlib>
 #include <new>
+#include <string>
+#include <vector>
 
 #include "src/ops/silu_mul/table.h"
 
@@ -43,7 +45,8 @@ constexpr Row<SiluMulArgs> kRows[] = {
     {"cpu.any", Device::cpu, {}, succeed, "", ten_bytes},
     {"reference", Device::cpu, {}, succeed, ""},
 };
-constexpr Operator<SiluMulArgs> kOwn = {"silu_mul", "a table that is not listed", no_facts, kRows};
+constexpr Operator<SiluMulArgs> kOwn = {"silu_mul", "a table that is not listed", no_facts, silu_mul_cost,
+                                        kRows};
 
 SiluMulArgs call(int64_t width) {
   SiluMulArgs args;
@@ -74,6 +77,51 @@ TEST(Dispatch, EveryListedOperatorHasItsIndex) {
   for (const OpInfo& op : operators()) EXPECT_LE(op.rows.size(), static_cast<size_t>(Dispatch::kMaxRows));
 }
 
+/// Writes down what it sees; refuses when told to.
+struct Notes final : CallObserver {
+  std::vector<std::string> lines;
+  Status answer;
+
+  Status before(int op, int row, const Cost& cost, const Stream&) override {
+    lines.push_back(
+        fmt::format("{} {} {}", operators()[op].name, operators()[op].rows[row].name, cost.bytes));
+    return answer;
+  }
+  Status after(const Stream&) override {
+    lines.emplace_back("after");
+    return {};
+  }
+};
+
+TEST(Dispatch, AnObserverSeesListedCalls) {
+  float x[4] = {1, 2, 3, 4}, y[4] = {};
+  const SiluMulArgs args{Tensor(x, DType::f32, {1, 4}), Tensor(x, DType::f32, {1, 4}),
+                         Tensor(y, DType::f32, {1, 4})};
+  Dispatch account;
+  ASSERT_TRUE(account.prefer("silu_mul=reference").ok());
+  Notes notes;
+  account.observe(&notes);
+  Stream stream{.dispatch = &account};
+  ASSERT_TRUE(dispatch(kOwn, args, stream).ok());
+  EXPECT_TRUE(notes.lines.empty());
+  ASSERT_TRUE(dispatch(kSiluMul, args, stream).ok());
+  EXPECT_EQ(notes.lines, (std::vector<std::string>{"silu_mul reference 48", "after"}));
+  stream.check_only = true;
+  ASSERT_TRUE(dispatch(kSiluMul, args, stream).ok());
+  EXPECT_EQ(notes.lines.size(), 2u) << "a question is no call";
+  stream.check_only = false;
+
+  notes.answer = Status(Code::internal, "no");
+  y[0] = 7;
+  EXPECT_EQ(dispatch(kSiluMul, args, stream).message(), "no");
+  EXPECT_EQ(y[0], 7) << "the call did not run";
+  EXPECT_EQ(notes.lines.back(), "silu_mul reference 48");
+
+  account.observe(nullptr);
+  ASSERT_TRUE(dispatch(kSiluMul, args, stream).ok());
+  EXPECT_EQ(notes.lines.size(), 3u);
+}
+
 /// Memory that one query and one call take.
 int64_t allocations_of(const SiluMulArgs& args) {
   const int64_t before = allocations;
@@ -99,7 +147,8 @@ TEST(Dispatch, APreferenceIsNoFallback) {
   EXPECT_EQ(explain(kOwn, call(4), stream).row, "cpu.narrow");
   EXPECT_EQ(explain(kOwn, call(9), stream).row, "cpu.any");
 
-  constexpr Operator<SiluMulArgs> kNarrowFirst = {"silu_mul", "", no_facts, std::span(kRows).first(1)};
+  constexpr Operator<SiluMulArgs> kNarrowFirst = {"silu_mul", "", no_facts, silu_mul_cost,
+                                                  std::span(kRows).first(1)};
   for (const Status& status :
        {dispatch(kNarrowFirst, call(9), stream), workspace_bytes(kNarrowFirst, call(9), stream).status()}) {
     EXPECT_EQ(status.code(), Code::unsupported);

@@ -72,6 +72,6 @@ inline constexpr Row<AttentionDecodeArgs> kAttentionDecodeRows[] = {
 
 inline constexpr Operator<AttentionDecodeArgs> kAttentionDecode = {
     "attention_decode", "attention of a decode step over the paged cache, by a balanced schedule",
-    attention_decode_facts, kAttentionDecodeRows};
+    attention_decode_facts, attention_decode_cost, kAttentionDecodeRows};
 
 }  // namespace vivace

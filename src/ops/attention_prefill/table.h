@@ -26,6 +26,6 @@ inline constexpr Row<AttentionPrefillArgs> kAttentionPrefillRows[] = {
 
 inline constexpr Operator<AttentionPrefillArgs> kAttentionPrefill = {
     "attention_prefill", "causal attention of prompts and chunks over the paged cache",
-    attention_prefill_facts, kAttentionPrefillRows};
+    attention_prefill_facts, attention_prefill_cost, kAttentionPrefillRows};
 
 }  // namespace vivace

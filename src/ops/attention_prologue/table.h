@@ -29,6 +29,6 @@ inline constexpr Row<AttentionPrologueArgs> kAttentionPrologueRows[] = {
 
 inline constexpr Operator<AttentionPrologueArgs> kAttentionPrologue = {
     "attention_prologue", "splits qkv, normalises and rotates Q and K, writes K and V into pages",
-    attention_prologue_facts, kAttentionPrologueRows};
+    attention_prologue_facts, attention_prologue_cost, kAttentionPrologueRows};
 
 }  // namespace vivace

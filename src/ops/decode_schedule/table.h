@@ -24,6 +24,6 @@ inline constexpr Row<DecodeScheduleArgs> kDecodeScheduleRows[] = {
 
 inline constexpr Operator<DecodeScheduleArgs> kDecodeSchedule = {
     "decode_schedule", "packs the key tiles of all requests and heads evenly over workers",
-    decode_schedule_facts, kDecodeScheduleRows};
+    decode_schedule_facts, decode_schedule_cost, kDecodeScheduleRows};
 
 }  // namespace vivace

@@ -27,6 +27,6 @@ inline constexpr Row<EmbeddingArgs> kEmbeddingRows[] = {
 };
 
 inline constexpr Operator<EmbeddingArgs> kEmbedding = {"embedding", "rows of a table by id", embedding_facts,
-                                                       kEmbeddingRows};
+                                                       embedding_cost, kEmbeddingRows};
 
 }  // namespace vivace

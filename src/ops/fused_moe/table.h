@@ -215,6 +215,6 @@ inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
 
 inline constexpr Operator<FusedMoeArgs> kFusedMoe = {
     "fused_moe", "routed experts: gate and up, SiLU, down, weighted sum, shared expert", fused_moe_facts,
-    kFusedMoeRows};
+    fused_moe_cost, kFusedMoeRows};
 
 }  // namespace vivace

@@ -72,6 +72,6 @@ inline constexpr Row<GroupedGemmArgs> kGroupedGemmRows[] = {
 
 inline constexpr Operator<GroupedGemmArgs> kGroupedGemm = {
     "grouped_gemm", "rows of each group times the group's transposed weight", grouped_gemm_facts,
-    kGroupedGemmRows};
+    grouped_gemm_cost, kGroupedGemmRows};
 
 }  // namespace vivace

@@ -158,8 +158,7 @@ Status linear(const LinearArgs& args, const Stream& stream) {
     log_once(fmt::format("linear: cuBLASLt has no algorithm for some calls in {}; they run and count as {}",
                          name_of(args.x.dtype), way.row->name));
   }
-  count_call(*way.table, *way.row, stream);
-  return run(way, args, stream);
+  return run_counted(*way.table, *way.row, args, stream, [&] { return run(way, args, stream); });
 }
 
 Result<int64_t> linear_workspace_bytes(const LinearArgs& args, const Stream& stream) {

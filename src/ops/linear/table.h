@@ -102,9 +102,9 @@ inline constexpr Row<LinearArgs> kLinearRows[] = {
 };
 
 inline constexpr Operator<LinearArgs> kLinear = {
-    "linear", "x times one to three transposed weights, plus bias", linear_facts, kLinearRows};
+    "linear", "x times one to three transposed weights, plus bias", linear_facts, linear_cost, kLinearRows};
 /// The same table for a call that cuBLASLt has no algorithm for.
-inline constexpr Operator<LinearArgs> kLinearWithoutAlgorithm = {kLinear.name, kLinear.summary,
-                                                                 linear_facts_without_algorithm, kLinear.rows};
+inline constexpr Operator<LinearArgs> kLinearWithoutAlgorithm = {
+    kLinear.name, kLinear.summary, linear_facts_without_algorithm, linear_cost, kLinear.rows};
 
 }  // namespace vivace

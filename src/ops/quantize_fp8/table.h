@@ -25,6 +25,6 @@ inline constexpr Row<QuantizeFp8Args> kQuantizeFp8Rows[] = {
 
 inline constexpr Operator<QuantizeFp8Args> kQuantizeFp8 = {
     "quantize_fp8", "x / scale in e4m3, with a given scale or made ones", quantize_fp8_facts,
-    kQuantizeFp8Rows};
+    quantize_fp8_cost, kQuantizeFp8Rows};
 
 }  // namespace vivace

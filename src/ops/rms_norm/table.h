@@ -25,6 +25,6 @@ inline constexpr Row<RmsNormArgs> kRmsNormRows[] = {
 };
 
 inline constexpr Operator<RmsNormArgs> kRmsNorm = {"rms_norm", "optional residual add, then RMSNorm",
-                                                   rms_norm_facts, kRmsNormRows};
+                                                   rms_norm_facts, rms_norm_cost, kRmsNormRows};
 
 }  // namespace vivace

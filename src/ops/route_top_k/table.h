@@ -35,6 +35,6 @@ inline constexpr Row<RouteTopKArgs> kRouteTopKRows[] = {
 
 inline constexpr Operator<RouteTopKArgs> kRouteTopK = {
     "route_top_k", "experts of each token and their weights from router logits", route_top_k_facts,
-    kRouteTopKRows};
+    route_top_k_cost, kRouteTopKRows};
 
 }  // namespace vivace

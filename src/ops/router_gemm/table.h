@@ -75,6 +75,7 @@ inline constexpr Row<RouterGemmArgs> kRouterGemmRows[] = {
 };
 
 inline constexpr Operator<RouterGemmArgs> kRouterGemm = {
-    "router_gemm", "router logits by an fp32 weight kept in bf16 terms", router_gemm_facts, kRouterGemmRows};
+    "router_gemm", "router logits by an fp32 weight kept in bf16 terms", router_gemm_facts, router_gemm_cost,
+    kRouterGemmRows};
 
 }  // namespace vivace

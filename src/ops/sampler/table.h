@@ -36,6 +36,6 @@ inline constexpr Row<SamplerArgs> kSamplerRows[] = {
 
 inline constexpr Operator<SamplerArgs> kSampler = {
     "sampler", "penalties, temperature, top-k, top-p, min-p, draw, log-probabilities", sampler_facts,
-    kSamplerRows};
+    sampler_cost, kSamplerRows};
 
 }  // namespace vivace

@@ -26,6 +26,6 @@ inline constexpr Row<SiluMulArgs> kSiluMulRows[] = {
 };
 
 inline constexpr Operator<SiluMulArgs> kSiluMul = {"silu_mul", "silu(gate) * up", silu_mul_facts,
-                                                   kSiluMulRows};
+                                                   silu_mul_cost, kSiluMulRows};
 
 }  // namespace vivace
