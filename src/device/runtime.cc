@@ -200,6 +200,15 @@ Status Event::record(const Stream& stream) {
   return cuda_status(cudaEventRecord(event_of(event_), cuda_stream(stream)), "recording an event");
 }
 
+Status Event::record_in_replays(const Stream& stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  VIVACE_TRY(cuda_status(cudaStreamIsCapturing(cuda_stream(stream), &capture), "looking for a capture"));
+  const unsigned flags =
+      capture == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal;
+  return cuda_status(cudaEventRecordWithFlags(event_of(event_), cuda_stream(stream), flags),
+                     "recording an event");
+}
+
 Status Event::wait(const Stream& stream) {
   return cuda_status(cudaStreamWaitEvent(cuda_stream(stream), event_of(event_)), "waiting for an event");
 }
@@ -336,6 +345,9 @@ Result<std::unique_ptr<Event>> Event::create(int) {
 }
 Event::~Event() = default;
 Status Event::record(const Stream&) {
+  return without_cuda();
+}
+Status Event::record_in_replays(const Stream&) {
   return without_cuda();
 }
 Status Event::wait(const Stream&) {

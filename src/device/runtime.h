@@ -101,6 +101,9 @@ class Event {
   static Result<std::unique_ptr<Event>> create(int ordinal);
   ~Event();
   Status record(const Stream& stream);
+  /// The same outside of a capture. In one it becomes a step of the graph, which each replay takes, so that since() has the
+  /// times of the last replay; record() would make a dependency without a time.
+  Status record_in_replays(const Stream& stream);
   /// `stream` waits for what was recorded.
   Status wait(const Stream& stream);
   Status synchronize();

@@ -87,6 +87,7 @@ class DecoderRunner final : public ModelRunner {
   Stream stream() override { return compute_->stream(&dispatch_); }
   ExpertCount experts() const override { return experts_; }
   void count_experts(bool on) override { counts_experts_ = on && model_->config().is_moe(); }
+  void time_operators(OperatorTimes* times) override;
   void pad_decodes() override { pads_ = true; }
 
  private:
@@ -102,6 +103,7 @@ class DecoderRunner final : public ModelRunner {
   std::shared_ptr<const model::Checkpoint> checkpoint_;
   std::unique_ptr<Compute> compute_;
   Dispatch dispatch_;
+  OperatorTimes* times_ = nullptr;  // sees what dispatch_ counts
   std::unique_ptr<model::Model> model_;
   int64_t pages_ = 0;
   bool pads_ = false, counts_experts_ = false;
@@ -181,7 +183,15 @@ void DecoderRunner::log_fallbacks(const std::function<void(const std::string&)>&
   for (const std::string& line : fallback_lines(uses)) log(line);
 }
 
+void DecoderRunner::time_operators(OperatorTimes* times) {
+  times_ = times;
+  dispatch_.observe(times);
+  replays_.clear();  // they have the events of the times before, or none
+  ungraphed_.clear();
+}
+
 Status DecoderRunner::compute_and_sample(const Tensor& logits, const Stream& stream) {
+  if (times_ != nullptr) times_->begin_step();
   VIVACE_TRY(model_->enqueue(stream));
   if (logits.shape[0] == 0) return {};
   Tensor scratch;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "src/engine/operator_times.h"
 #include "src/engine/runner.h"
 #include "src/model/checkpoint.h"
 #include "src/model/model.h"
@@ -42,6 +43,9 @@ class ModelRunner : public Runner {
   virtual Stream stream() = 0;
   /// Turns the count of touched experts on or off, as EngineOptions::count_experts does; while nothing is in flight.
   virtual void count_experts(bool on) = 0;
+  /// The steps that follow show their calls to `times`, those in buckets on a GPU when they are captured anew; null: no more.
+  /// While nothing is in flight.
+  virtual void time_operators(OperatorTimes* times) = 0;
   /// Decode steps run in the rows of their bucket on a CPU too, which has no graphs and gains nothing by it: for tests.
   virtual void pad_decodes() = 0;
 };

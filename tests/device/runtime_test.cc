@@ -58,5 +58,37 @@ TEST(DeviceRuntime, AGraphReplaysWithWhatItsInputsHoldThen) {
   }
 }
 
+TEST(DeviceRuntime, EventsInAGraphAreRecordedByEachReplay) {
+  if (device_count() == 0) GTEST_SKIP() << "no GPU on this machine";
+  constexpr int64_t kBytes = int64_t{256} << 20;
+  auto owned = OwnedStream::create(0);
+  auto memory = Buffer::on_device(0, kBytes);
+  auto launched = Event::create(0), before = Event::create(0), after = Event::create(0);
+  ASSERT_TRUE(owned.ok() && memory.ok() && launched.ok() && before.ok() && after.ok());
+  const Stream& stream = (*owned)->stream();
+  const auto timed_fill = [&](const Stream& s) -> Status {
+    VIVACE_TRY((*before)->record_in_replays(s));
+    VIVACE_TRY(fill(memory->data(), 1, kBytes, s));
+    return (*after)->record_in_replays(s);
+  };
+  auto graph = Graph::capture(stream, timed_fill);
+  ASSERT_TRUE(graph.ok()) << graph.status().message();
+  const auto expect_fresh_times = [&](const Status& run) {
+    ASSERT_TRUE(run.ok()) << run.message();
+    ASSERT_TRUE((*owned)->synchronize().ok());
+    const auto waited = (*before)->since(**launched), filled = (*after)->since(**before);
+    ASSERT_TRUE(waited.ok()) << waited.status().message();
+    ASSERT_TRUE(filled.ok()) << filled.status().message();
+    EXPECT_GE(*waited, 0) << "the times of an earlier replay";
+    EXPECT_GT(*filled, 0.02) << "256 MB cannot be written in less";
+  };
+  for (int replay = 0; replay < 3; ++replay) {
+    ASSERT_TRUE((*launched)->record(stream).ok());
+    expect_fresh_times((*graph)->launch(stream));
+  }
+  ASSERT_TRUE((*launched)->record(stream).ok());
+  expect_fresh_times(timed_fill(stream));  // outside of a capture
+}
+
 }  // namespace
 }  // namespace vivace::device
