@@ -569,6 +569,8 @@ void add_bench_step(CLI::App& bench, BenchStepArgs& a) {
                    "--context 8192 --json step.json\n"
                    "  vivace bench step --model synthetic:qwen3-30b-a3b,layers=4 --device cuda --batch 16 "
                    "--prefer fused_moe=cuda\n"
+                   "  vivace bench step --model synthetic:hy3@tp8 --device cuda --batch 1,16 --context 8192 "
+                   "--operators\n"
                    "  vivace bench step --model tests/data/tiny-hy3 --batch 1,4 --context 256 --steps 16");
   add(c, "--batch", "N[,N...]", "Requests per step, 1 to 4096; each number is measured by itself [1]",
       parse_batches, [&](std::vector<int64_t> value) { a.batches = std::move(value); });
@@ -579,6 +581,9 @@ void add_bench_step(CLI::App& bench, BenchStepArgs& a) {
   // Fewer have no tenth and no ninetieth percentile beside the median.
   integer(c, "--steps", 5, 1000000, "Steps that are timed, after a few that are not [64]",
           [&](int64_t n) { a.steps = n; });
+  c.add_flag("--operators", a.operators,
+             "Show where the time of a step goes: in more steps every operator call is timed by itself, beside\n"
+             "the least time that its bytes allow");
   integer(c, "--seed", 0, kAny, "Of keys, values and draws [0]",
           [&](int64_t n) { a.seed = static_cast<uint64_t>(n); });
   filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);

@@ -106,6 +106,7 @@ struct BenchStepArgs {
   std::vector<int64_t> batches = {1};
   int64_t context = 1024, steps = 64;
   uint64_t seed = 0;
+  bool operators = false;
   std::string json_file;
   std::string command;  ///< the command line, for the report
 };

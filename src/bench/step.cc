@@ -6,11 +6,14 @@
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "src/bench/ops/suites.h"
 #include "src/bench/ops/timing.h"
 #include "src/core/error.h"
 #include "src/cpu/thread_pool.h"
+#include "src/engine/decode_bucket.h"
+#include "src/engine/operator_times.h"
 #include "src/engine/plan.h"
 #include "src/model/zero_memory.h"
 
@@ -21,8 +24,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Json = nlohmann::ordered_json;
 
-constexpr int64_t kWarmUps = 3;      // the first of a shape runs without a graph, the second is captured
-constexpr int64_t kRoutedSteps = 3;  // whose touched experts are averaged
+constexpr int64_t kWarmUps = 3;         // the first of a shape runs without a graph, the second is captured
+constexpr int64_t kRoutedSteps = 3;     // whose touched experts are averaged
+constexpr int64_t kOperatorSteps = 15;  // whose operators are timed
 
 /// The sum of an array as words: eight sums at once, so that memory is what it waits for.
 uint64_t sum_of(const uint64_t* words, int64_t count) {
@@ -172,6 +176,65 @@ int64_t attended(const model::ModelConfig& config, int64_t context) {
   return config.sliding_window > 0 ? std::min(context, config.sliding_window) : context;
 }
 
+/// What is to be added to the bytes that the cost of a call counts: it knows the shapes of the call, not the lengths of its
+/// requests, and on a GPU not its routing. The mean over the layers.
+double correction_bytes(std::string_view op, engine::ModelRunner& runner, const StepOptions& options,
+                        const StepPoint& point) {
+  model::Model& model = runner.model();
+  const model::ModelConfig& config = model.config();
+  const bool on_gpu = runner.stream().device == Device::cuda;
+  const int64_t rows =
+      on_gpu ? engine::decode_bucket(point.batch, model.options().max_requests) : point.batch;
+  if (op == "attention_decode") {
+    const int64_t pages = rows * engine::pages_for(options.context, runner.page_tokens());
+    return static_cast<double>(point.bytes.kv - pages * model.page_bytes()) /
+           static_cast<double>(config.layers);
+  }
+  if (op == "fused_moe" && on_gpu) {
+    const int64_t visited = std::min(config.experts, rows * config.top_k);  // as many as the pairs can
+    return static_cast<double>(model.weight_bytes().expert) *
+           (point.touched_experts - static_cast<double>(visited));
+  }
+  return 0;
+}
+
+int64_t calls_of(const Dispatch& dispatch) {
+  int64_t calls = 0;
+  for (const RowCount& row : dispatch.counts()) calls += row.calls;
+  return calls;
+}
+
+/// The operators of this batch's steps, whose other figures `point` has.
+Result<std::vector<StepOperator>> time_operators(engine::ModelRunner& runner, const StepOptions& options,
+                                                 Batch& batch, const StepPoint& point) {
+  const int64_t calls_before = calls_of(runner.dispatch());
+  VIVACE_TRY(batch.step());
+  VIVACE_TRY_ASSIGN(const auto times, engine::OperatorTimes::create(
+                                          calls_of(runner.dispatch()) - calls_before, runner.stream()));
+  runner.time_operators(times.get());
+  Status status;
+  for (int64_t i = -kWarmUps; i < kOperatorSteps && status.ok(); ++i) {
+    status = batch.step();
+    if (status.ok() && i >= 0) status = times->end_step();
+  }
+  runner.time_operators(nullptr);
+  VIVACE_TRY(status);
+  std::vector<StepOperator> operators;
+  for (const engine::OperatorTime& time : times->medians()) {
+    const double bytes =
+        time.bytes + static_cast<double>(time.calls) * correction_bytes(time.op, runner, options, point);
+    operators.push_back({.op = std::string(time.op),
+                         .row = std::string(time.row),
+                         .calls = time.calls,
+                         .us = time.us,
+                         .bytes = bytes,
+                         .floor_us = 1e6 * bytes / options.read_rate,
+                         .flops = time.calls * time.flops});
+  }
+  std::ranges::sort(operators, std::ranges::greater(), &StepOperator::us);
+  return operators;
+}
+
 Result<StepPoint> time_batch(engine::ModelRunner& runner, const StepOptions& options, int64_t size) {
   Batch batch(runner, options, size);
   StepPoint point{.batch = size};
@@ -193,7 +256,43 @@ Result<StepPoint> time_batch(engine::ModelRunner& runner, const StepOptions& opt
                                              static_cast<double>(config.sparse_layers()));
   point.bytes.kv = size * attended(config, options.context) * (model.page_bytes() / runner.page_tokens());
   point.floor_us = 1e6 * static_cast<double>(point.bytes.total()) / options.read_rate;
+  if (options.operators) {
+    VIVACE_TRY_ASSIGN(point.operators, time_operators(runner, options, batch, point));
+  }
   return point;
+}
+
+Json json_of(const StepOperator& o, const StepPoint& point) {
+  return {{"op", o.op},
+          {"row", o.row},
+          {"calls", o.calls},
+          {"us", o.us},
+          {"us_per_call", o.us_per_call()},
+          {"share", o.us / point.operators_us()},
+          {"bytes", o.bytes},
+          {"flops", o.flops},
+          {"floor_us", o.floor_us},
+          {"share_of_floor", o.share_of_floor()}};
+}
+
+/// The table of a batch's operators, the step below their sum.
+std::string operators_text(const StepPoint& point) {
+  const double sum = point.operators_us();
+  std::string out =
+      fmt::format("\nbatch {}\n{:<20}{:<20}{:>6}{:>10}{:>11}{:>10}{:>8}{:>11}{:>10}\n", point.batch,
+                  "operator", "row", "calls", "MB/call", "us/call", "us", "share", "floor us", "of floor");
+  for (const StepOperator& o : point.operators) {
+    out += fmt::format("{:<20}{:<20}{:>6}{:>10.3f}{:>11.2f}{:>10.1f}{:>7.1f}%{:>11.1f}{:>10.3f}\n", o.op,
+                       o.row, o.calls, 1e-6 * o.bytes / static_cast<double>(o.calls), o.us_per_call(), o.us,
+                       100 * o.us / sum, o.floor_us, o.share_of_floor());
+  }
+  const auto line = [&](std::string_view name, double us) {
+    out += fmt::format("{:<67}{:>10.1f}\n", name, us);
+  };
+  line("sum", sum);
+  line("the step, its calls not timed", point.median_us);
+  line("difference: see below", sum - point.median_us);
+  return out;
 }
 
 std::string gigabytes(int64_t bytes) {
@@ -201,6 +300,11 @@ std::string gigabytes(int64_t bytes) {
 }
 
 }  // namespace
+
+double StepPoint::operators_us() const {
+  return std::accumulate(operators.begin(), operators.end(), 0.0,
+                         [](double sum, const StepOperator& o) { return sum + o.us; });
+}
 
 Result<double> read_rate(const Stream& stream) {
   if (stream.device == Device::cpu) return cpu_read_rate(stream);
@@ -242,6 +346,11 @@ Json to_json(const StepReport& report) {
                       {"dense_bytes", p.bytes.dense},
                       {"expert_bytes", p.bytes.experts},
                       {"kv_bytes", p.bytes.kv}});
+    if (!report.options.operators) continue;
+    Json operators = Json::array();
+    for (const StepOperator& o : p.operators) operators.push_back(json_of(o, p));
+    points.back()["operators"] = operators;
+    points.back()["operators_us"] = p.operators_us();
   }
   for (const RowUse& use : report.rows) {
     Json refused = Json::array();
@@ -295,6 +404,16 @@ std::string to_text(const StepReport& report) {
     out +=
         "of floor above 1: caches hold part of what a step reads, so it takes less than reading all from "
         "memory.\n";
+  }
+  for (const StepPoint& p : report.points) {
+    if (!p.operators.empty()) out += operators_text(p);
+  }
+  if (report.options.operators) {
+    out +=
+        "\nus: the calls of a line in one step, each timed by itself; share: of the sum; floor us: the\n"
+        "bytes that they must move over the rate at which this device reads memory. difference: on a GPU\n"
+        "the calls of a step overlap and follow each other without the gap that timing leaves around each,\n"
+        "so the sum is larger; where it is smaller, the rest passes between calls.\n";
   }
   return out + "\n" + rows_text(report.rows);
 }

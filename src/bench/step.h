@@ -20,6 +20,18 @@ struct StepBytes {
   int64_t total() const { return dense + experts + kv; }
 };
 
+/// The calls of a step in one row of an operator that compute as much.
+struct StepOperator {
+  std::string op, row;
+  int64_t calls = 0;
+  double us = 0;                   ///< of all of them together, each timed by itself; the median over steps
+  double bytes = 0, floor_us = 0;  ///< of all of them
+  int64_t flops = 0;               ///< of all of them
+
+  double us_per_call() const { return us / static_cast<double>(calls); }
+  double share_of_floor() const { return floor_us / us; }
+};
+
 /// Decode steps of one batch.
 struct StepPoint {
   int64_t batch = 0;
@@ -28,7 +40,9 @@ struct StepPoint {
       0;  ///< mean over the sparse layers, in steps that were not timed; 0 in a dense model
   StepBytes bytes;
   double floor_us = 0;
+  std::vector<StepOperator> operators;  ///< slowest first; empty unless they were asked for
 
+  double operators_us() const;
   double tokens_per_s() const { return 1e6 * static_cast<double>(batch) / median_us; }
   double share_of_floor() const { return floor_us / median_us; }
 };
@@ -39,6 +53,7 @@ struct StepOptions {
   int64_t steps = 0;     ///< timed, after three that are not
   double read_rate = 0;  ///< bytes per second, as read_rate() measured them
   uint64_t seed = 0;
+  bool operators = false;  ///< times the operator calls of each batch too, in more steps
 };
 
 /// Bytes per second that this stream's device reads from memory, measured over more than its caches hold.

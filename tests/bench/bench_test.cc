@@ -300,6 +300,27 @@ TEST(Step, AShareAboveOneIsExplained) {
   EXPECT_NE(to_text(report).find(explained), std::string::npos);
 }
 
+TEST(Step, OperatorsStandBesideTheStep) {
+  StepReport report;
+  report.points = {{.batch = 1, .median_us = 100, .floor_us = 50}};
+  EXPECT_FALSE(to_json(report)["points"][0].contains("operators"));
+  report.options.operators = true;
+  report.points[0].operators = {
+      {.op = "linear", .row = "cpu.f32", .calls = 2, .us = 90, .bytes = 4e6, .floor_us = 45, .flops = 8},
+      {.op = "rms_norm", .row = "cpu.simd", .calls = 3, .us = 30, .bytes = 3e3, .floor_us = 3, .flops = 9}};
+  const nlohmann::ordered_json point = to_json(report)["points"][0];
+  EXPECT_EQ(point["operators_us"], 120);
+  EXPECT_EQ(point["operators"][0]["share"], 0.75);
+  EXPECT_EQ(point["operators"][0]["share_of_floor"], 0.5);
+  EXPECT_EQ(point["operators"][1]["us_per_call"], 10);
+  const std::string text = to_text(report);
+  for (const char* line : {"linear              cpu.f32                  2     2.000      45.00      90.0   "
+                           "75.0%       45.0     0.500\n",
+                           " 120.0\nthe step, its calls not timed", " 100.0\ndifference", " 20.0\n\nus: "}) {
+    EXPECT_NE(text.find(line), std::string::npos) << line << "\nis not in\n" << text;
+  }
+}
+
 TEST(Html, PrettyNumbers) {
   EXPECT_EQ(pretty(0.456), "0.46");
   EXPECT_EQ(pretty(12.34), "12.3");

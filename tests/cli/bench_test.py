@@ -150,6 +150,49 @@ class BenchStep(Case):
         steps = {row["op"]: row["calls"] for row in got["rows"]}
         self.assertEqual(steps["sampler"], 2 * (1 + 3 + 3 + 8), "one call per step, untimed ones included")
 
+    def test_operators(self):
+        bench = ("bench", "step", "--model", HY3, "--batch", "1,3", "--context", 100, "--steps", 8)
+        got = self.ok(*bench, "--operators", "--json", "-").json
+        # 3 layers, the first dense: QKV and output, gate-up and down of the dense one, the head.
+        calls = {"linear": 3 * 2 + 2 + 1, "rms_norm": 3 * 2 + 1, "attention_prologue": 3, "attention_decode": 3,
+                 "silu_mul": 1, "router_gemm": 2, "route_top_k": 2, "fused_moe": 2, "embedding": 1,
+                 "decode_schedule": 1, "sampler": 1}
+        for point in got["points"]:
+            operators = point["operators"]
+            seen = dict.fromkeys(calls, 0)
+            for line in operators:
+                seen[line["op"]] += line["calls"]
+                self.assertTrue(line["us"] > 0 and line["bytes"] > 0, line)
+                self.assertAlmostEqual(line["us_per_call"] * line["calls"], line["us"])
+                self.assertAlmostEqual(line["floor_us"], 1e6 * line["bytes"] / got["read_bytes_per_s"])
+                self.assertAlmostEqual(line["share_of_floor"], line["floor_us"] / line["us"])
+            self.assertEqual(seen, calls)
+            self.assertEqual({(line["op"], line["row"]) for line in operators},
+                             {(row["op"], row["row"]) for row in got["rows"]})
+            self.assertEqual([line["us"] for line in operators], sorted((line["us"] for line in operators), reverse=True))
+            self.assertAlmostEqual(sum(line["share"] for line in operators), 1)
+            self.assertAlmostEqual(sum(line["us"] for line in operators), point["operators_us"])
+            # Other steps than those of p10 and p90, perhaps on a machine with other work: by wide margins.
+            self.assertTrue(0.05 * point["p10_us"] < point["operators_us"] < 20 * point["p90_us"], point)
+            # What the step counts, and activations.
+            total = point["dense_bytes"] + point["expert_bytes"] + point["kv_bytes"]
+            self.assertTrue(0.9 * total < sum(line["bytes"] for line in operators) < 1.3 * total, point)
+            [attention] = [line for line in operators if line["op"] == "attention_decode"]
+            self.assertTrue(point["kv_bytes"] < attention["bytes"] < 1.1 * point["kv_bytes"], attention)
+            matrices = [line["flops"] // line["calls"] for line in operators if line["op"] == "linear"]
+            self.assertGreaterEqual(len(set(matrices)), 4, "a line for each shape")
+            self.assertEqual(len(set(matrices)), len(matrices))
+
+    def test_operators_are_shown_when_asked_for(self):
+        bench = ("bench", "step", "--model", QWEN, "--context", 33, "--steps", 5)
+        self.assertNotIn("operators", self.ok(*bench, "--json", "-").json["points"][0])
+        self.assertNotIn("us/call", self.ok(*bench).text)
+        text = self.ok(*bench, "--operators").text
+        for pattern in [r"(?m)^attention_decode +cpu\.\w+ +\d+ ", r"(?m)^sum +[0-9.]+$",
+                        r"(?m)^the step, its calls not timed +[0-9.]+$", r"(?m)^difference: see below +-?[0-9.]+$"]:
+            self.assertRegex(text, pattern)
+        self.assertIn("the rest passes between calls", text)
+
     def test_text(self):
         run = self.ok("bench", "step", "--model", QWEN, "--batch", 2, "--context", 33, "--steps", 5)
         for word in ["floor us", "experts", "memory read at", "rms_norm", "not counted"]:
