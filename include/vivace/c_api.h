@@ -7,7 +7,8 @@
  *            that was compiled with a shorter one is understood (what it lacks is 0), one with a longer one too as long as
  *            what is unknown here is 0. vivace_tensor, vivace_stream and the structs inside structs keep their layout.
  * Memory     belongs to the caller, always; operators allocate none on a device. An output that shares memory with another argument,
- *            where the contract does not allow it, is refused as far as that is seen at once. Text that a function gives (an error, JSON) is
+ *            where the contract does not allow it, is refused as far as that is seen at once, and so is one whose own elements share
+ *            memory (a stride of 0, or below what it has to step over); an input may repeat itself. Text that a function gives (an error, JSON) is
  *            the library's and lasts until the calling thread's next call that gives text of the same kind.
  * Threads    Any thread may call anything. Calls with a context on the CPU take turns on its threads.
  * Contracts  What an operator computes, writes and refuses, and how it rounds, is stated once, in the C++ header of the same

@@ -258,7 +258,8 @@ AttentionPrologueArgs read(Reader& reader, const vivace_attention_prologue_args&
           .k = reader.output("k", from.k),
           .v = reader.output("v", from.v),
           .q_scale = reader.output("q_scale", from.q_scale),
-          .k_scale = reader.tensor("k_scale", from.k_scale),
+          .k_scale = from.k_scale.rank == 3 ? reader.output("k_scale", from.k_scale)  // made
+                                            : reader.tensor("k_scale", from.k_scale),
           .v_scale = reader.tensor("v_scale", from.v_scale),
           .qk_norm = reader.one_of("qk_norm", from.qk_norm, QkNorm::rope_then_norm),
           .rope_style = reader.one_of("rope_style", from.rope_style, RopeStyle::interleaved),

@@ -4,6 +4,7 @@
 #include <charconv>
 
 #include "src/core/error.h"
+#include "src/core/overlap.h"
 #include "vivace/dispatch.h"
 
 namespace vivace {
@@ -76,6 +77,16 @@ Checker& Checker::dtype(std::string_view name, const Tensor& tensor, int64_t dty
 Checker& Checker::dense(std::string_view name, const Tensor& tensor) {
   if (!ok() || !tensor.present() || tensor.contiguous()) return *this;
   status_ = invalid_argument("{}: {} is {}, needs a contiguous tensor", op_, name, to_string(tensor));
+  return *this;
+}
+
+Checker& Checker::written(std::string_view name, const Tensor& tensor) {
+  if (!ok() || !tensor.present()) return *this;
+  if (const auto shared = overlaps_itself(tensor)) {
+    status_ = invalid_argument(
+        "{}: {} is {}, needs stride[{}] >= {}: elements that are written have memory of their own", op_, name,
+        to_string(tensor), shared->axis, shared->least);
+  }
   return *this;
 }
 

@@ -34,6 +34,8 @@ class Checker {
   Checker& dtype(std::string_view name, const Tensor& tensor, int64_t dtypes_mask);
   /// The whole tensor is dense, not only its last dimension.
   Checker& dense(std::string_view name, const Tensor& tensor);
+  /// The call writes it: each element has memory of its own. For every output, also what is updated in place; an input may repeat itself.
+  Checker& written(std::string_view name, const Tensor& tensor);
   /// Gives a name to a number that comes from elsewhere, such as a scalar argument.
   Checker& define(std::string_view dim, int64_t value, std::string_view source);
   /// `fits` is a condition about argument `name`; `needs` completes "NAME is VALUE, needs ...".

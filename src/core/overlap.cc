@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 
 namespace vivace {
 
@@ -78,6 +79,29 @@ bool overlap(const Tensor& a, const Tensor& b) {
     if (p.step == q.step) return runs_meet(between, p.step, 1 - p.extent, q.extent - 1, x.width, y.width);
   }
   return between == 0;
+}
+
+std::optional<ShortStride> overlaps_itself(const Tensor& tensor) {
+  if (tensor.contiguous() || tensor.elements() == 0) return {};
+  // A stride of 0 counts as the largest, so that what it lacks is the reach of all others.
+  const auto step_of = [&](int axis) {
+    return tensor.stride[axis] > 0 ? tensor.stride[axis] : std::numeric_limits<int64_t>::max();
+  };
+  std::array<int, Tensor::kMaxRank> axes;
+  int count = 0;
+  for (int axis = tensor.rank - 1; axis >= 0; --axis) {
+    if (tensor.shape[axis] <= 1) continue;
+    int place = count++;
+    for (; place > 0 && step_of(axes[place - 1]) > step_of(axis); --place) axes[place] = axes[place - 1];
+    axes[place] = axis;
+  }
+  int64_t reach = 1;  // elements from the first to the one after the last
+  for (int i = 0; i < count; ++i) {
+    const int64_t stride = tensor.stride[axes[i]];
+    if (stride < reach) return ShortStride{axes[i], reach};
+    reach += (tensor.shape[axes[i]] - 1) * stride;
+  }
+  return {};
 }
 
 }  // namespace vivace

@@ -106,6 +106,11 @@ static void test_outputs_have_memory_of_their_own(void) {
   args = rms_norm_of(wide, weight, wide + 2); /* columns of one matrix */
   args.x.stride[0] = args.y.stride[0] = 4;
   CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
+  args.x.stride[0] = 0; /* one row twice, which may only be read */
+  CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
+  args.y.stride[0] = 1;
+  CHECK_FAILS(vivace_rms_norm(&args, NULL), VIVACE_INVALID_ARGUMENT,
+              "rms_norm: y is f32[2, 2] strides [1, 1], needs stride[0] >= 2: elements that are written have memory of their own");
 }
 
 /* A question about a call that is refused is refused in the same words; memory is not looked at. */

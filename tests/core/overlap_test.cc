@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace vivace {
@@ -102,6 +105,56 @@ TEST(Overlap, OfRandomViews) {
   }
   EXPECT_GT(shared, 20);
   EXPECT_GT(apart, 20);
+}
+
+TEST(OverlapsItself, NamesTheDimensionAndWhatItHasToStepOver) {
+  std::vector<float> memory(1024);
+  const auto lacks = [&](std::initializer_list<int64_t> shape, std::initializer_list<int64_t> stride) {
+    const auto found = overlaps_itself(view(memory.data(), DType::f32, shape, stride));
+    return found ? std::pair(found->axis, found->least) : std::pair(-1, int64_t{0});
+  };
+  const std::pair<int, int64_t> nothing(-1, 0);
+  EXPECT_EQ(lacks({4, 8}, {8, 1}), nothing);
+  EXPECT_EQ(lacks({4, 8}, {11, 1}), nothing);
+  EXPECT_EQ(lacks({4, 8}, {7, 1}), std::pair(0, int64_t{8}));
+  EXPECT_EQ(lacks({4, 8}, {0, 1}), std::pair(0, int64_t{8}));
+  EXPECT_EQ(lacks({4, 1}, {0, 1}), std::pair(0, int64_t{1}));
+  EXPECT_EQ(lacks({1, 8}, {0, 1}), nothing);
+  EXPECT_EQ(lacks({4, 0}, {0, 1}), nothing);
+  EXPECT_EQ(lacks({3, 5, 8}, {8, 24, 1}), nothing);  // heads before tokens
+  EXPECT_EQ(lacks({3, 5, 8}, {8, 23, 1}), std::pair(1, int64_t{24}));
+  EXPECT_EQ(lacks({3, 5, 8}, {8, 8, 1}), std::pair(0, int64_t{40}));
+  EXPECT_EQ(lacks({3, 5, 8}, {0, 0, 1}), std::pair(1, int64_t{8}));
+  EXPECT_FALSE(overlaps_itself(Tensor()));
+}
+
+/// Against the elements themselves: nothing that overlaps passes, and slices of dense tensors do, whatever their order.
+TEST(OverlapsItself, OfRandomViews) {
+  std::mt19937 random(2);
+  const auto draw = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  std::vector<uint8_t> memory(4096);
+  int shared = 0;
+  for (int trial = 0; trial < 20000; ++trial) {
+    const Tensor drawn =
+        view(memory.data(), DType::u8, {draw(1, 4), draw(1, 4), draw(1, 8)}, {draw(0, 40), draw(0, 40), 1});
+    const std::vector<bool> used = bytes_of(drawn, memory.data(), memory.size());
+    const bool truth = std::count(used.begin(), used.end(), true) < drawn.elements();
+    EXPECT_TRUE(!truth || overlaps_itself(drawn)) << to_string(drawn);
+    shared += truth;
+
+    std::array<int64_t, 3> whole{draw(1, 5), draw(1, 5), draw(1, 8)};
+    Tensor slice(memory.data(), DType::u8, {whole[0], whole[1], whole[2]});
+    for (size_t axis = 0; axis < 3; ++axis) {
+      const int64_t every = axis < 2 ? draw(1, 2) : 1;
+      slice.shape[axis] = draw(1, (whole[axis] + every - 1) / every);
+      slice.stride[axis] *= every;
+    }
+    if (draw(0, 1)) std::swap(slice.shape[0], slice.shape[1]), std::swap(slice.stride[0], slice.stride[1]);
+    EXPECT_FALSE(overlaps_itself(slice)) << to_string(slice);
+  }
+  EXPECT_GT(shared, 1000);
 }
 
 }  // namespace

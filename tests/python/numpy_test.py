@@ -2,11 +2,13 @@
 
 import ctypes
 import os
+import re
 import struct
 import subprocess
 import sys
 import threading
 import unittest
+import unittest.mock
 
 import package
 
@@ -14,7 +16,7 @@ package.need("numpy", "vivace")
 import cases  # noqa: E402
 import numpy as np  # noqa: E402
 import vivace  # noqa: E402
-from vivace import _arrays  # noqa: E402
+from vivace import _arrays, _library  # noqa: E402
 
 CASES = cases.cases()
 
@@ -148,6 +150,58 @@ class Arrays(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, words):
                 operator(*args, out=out)
         self.assertTrue(np.array_equal(vivace.rms_norm(x, weight, out=x), expected))  # in place, which its header allows
+
+    def test_elements_of_outputs_have_memory_of_their_own(self):
+        """Of every operator, in calls and in questions; inputs may repeat themselves."""
+        def view(array, strides):
+            inner = array.array if isinstance(array, vivace.Typed) else array
+            inner = np.lib.stride_tricks.as_strided(inner, inner.shape, strides)
+            return vivace.Typed(inner, array.dtype) if isinstance(array, vivace.Typed) else inner
+
+        calls, tried = [], set()
+        run = _library.Entry.run
+        with unittest.mock.patch.object(_library.Entry, "run", lambda entry, values: calls.append((entry, values)) or run(entry, values)):
+            for case in CASES:
+                cases.call(case, cases.numpy_array)
+        for entry, values in calls:
+            for place, argument in enumerate(entry.operator.arguments):
+                array = values[place]
+                if not argument.written or array is None or len(array.shape) < 2 or min(array.shape[-2:]) < 2:
+                    continue
+                dense = (array.array if isinstance(array, vivace.Typed) else array).strides
+                width = array.shape[-1]
+                for step in (0, width - 1):
+                    wrong = view(array, (*dense[:-2], step * dense[-1], dense[-1]))
+                    axis, least = len(array.shape) - 2, width if step else r"\d+"
+                    message = rf"{entry.operator.name}: {re.escape(argument.said)} is .* strides \[.*{step}, 1\], needs stride\[{axis}\] >= {least}:"
+                    for ask in (entry.run, entry.explain, entry.cost):
+                        with self.subTest(entry.operator.name, argument=argument.said), self.assertRaisesRegex(ValueError, message):
+                            ask((*values[:place], wrong, *values[place + 1:]))
+                tried.add(entry.operator.name)
+        self.assertEqual(tried, set(_library.ENTRIES) - {"decode_schedule"})  # whose map has one dimension
+
+        x, weight, wide = np.ones((3, 256), "float32"), np.ones(256, "float32"), np.zeros((3, 256), "float32")
+        shared = view(wide, (0, 4))
+        expected = vivace.rms_norm(x, weight)
+        self.assertTrue(np.array_equal(vivace.rms_norm(view(x, (0, 4)), weight), expected))
+        fp8 = vivace.Typed(np.zeros((3, 256), "uint8"), "fp8_e4m3")
+        q, cache, i32 = np.ones((2, 2, 64), "float32"), np.ones((2, 16, 1, 64), "float32"), np.array([0, 2], "int32")
+        cache8 = vivace.Typed(np.zeros(cache.shape, "uint8"), "fp8_e4m3")
+        qkv = np.ones((2, 4 * 64), "float32")
+        for message, call, args, options in (
+                ("rms_norm: residual is", vivace.rms_norm, (x, weight), {"residual": shared}),
+                (r"rms_norm: out is f32\[3, 256\] strides \[0, 1\], needs stride\[0\] >= 256", vivace.rms_norm, (x, weight), {"out": shared}),
+                ("rms_norm: out_scale is", vivace.rms_norm, (x, weight), {"out": fp8, "out_scale": shared[:, :2], "scaling": "block"}),
+                ("silu_mul: out_scale is", vivace.silu_mul, (x, x), {"out": fp8, "out_scale": shared[:, :2], "scaling": "block"}),
+                ("quantize_fp8: scale is", vivace.quantize_fp8, (x,), {"scale": shared[:, :2], "scaling": "block"}),
+                (r"linear: outs\[1\] is", vivace.linear_parts, (x, [x, x]), {"outs": [wide[:, :3], shared[:, :3]]}),
+                ("attention_prefill: lse is", vivace.attention_prefill, (q, cache, cache, i32[None], i32[1:], i32), {"lse": shared[:2, :2]}),
+                ("attention_prologue: k_scale is", vivace.attention_prologue, (qkv, np.zeros(2, "int64"), cache8, vivace.Typed(cache8.array.copy(), "fp8_e4m3")),
+                 {"v_scale": weight[:1], "k_scale": view(np.zeros((2, 16, 1), "float32"), (0, 4, 4))}),
+                ("sampler: output_counts is", vivace.sampler, (x,), {"output_counts": view(np.zeros((3, 256), "int32"), (0, 4)), "count_ids": True})):
+            with self.subTest(message), self.assertRaisesRegex(ValueError, f"^{message}"):
+                call(*args, **options)
+        vivace.sampler(x, output_counts=view(np.zeros((3, 256), "int32"), (0, 4)))  # is only read
 
     def test_rows_that_nobody_writes_are_zero(self):
         rng = np.random.default_rng(7)

@@ -57,7 +57,9 @@ void check_attention(Checker& check, const AttentionArgs& args) {
           "output", args.output,
           args.q.dtype == DType::fp8_e4m3 ? dtypes_mask(DType::f32, DType::bf16) : dtypes_mask(args.q.dtype))
       .dtype("sinks", args.sinks, dtypes_mask(DType::f32))
-      .dtype("lse", args.lse, dtypes_mask(DType::f32));
+      .dtype("lse", args.lse, dtypes_mask(DType::f32))
+      .written("output", args.output)
+      .written("lse", args.lse);
   check_fp8_scales(check, args.q, args.k, args.q_scale, args.k_scale, args.v_scale);
   const int64_t requests = check["requests"], heads_q = check["heads_q"], heads_kv = check["heads_kv"];
   check_query_start(check, args.query_start, requests);

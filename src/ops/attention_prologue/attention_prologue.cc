@@ -69,6 +69,11 @@ Status attention_prologue(const AttentionPrologueArgs& args, const Stream& strea
         .dtype("positions", args.positions, dtypes_mask(DType::i32));
   }
   check_fp8_scales(check, args.q, args.k, args.q_scale, args.k_scale, args.v_scale);
+  check.written("q", args.q)
+      .written("k", args.k)
+      .written("v", args.v)
+      .written("q_scale", args.q_scale)
+      .written("k_scale", args.k_scale);
   const int64_t head_dim = check["head_dim"], rotary_dim = check["rotary_dim"];
   check
       .that(args.qkv.shape[1] == (check["heads_q"] + 2 * check["heads_kv"]) * head_dim, "qkv.shape[1]",

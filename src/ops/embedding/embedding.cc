@@ -22,7 +22,8 @@ Status embedding(const EmbeddingArgs& args, const Stream& stream) {
       .dtype("table", args.table,
              dtypes_mask(DType::f32, DType::bf16, DType::f16, DType::q4_0, DType::q4_1, DType::q8_0,
                          DType::q4_k, DType::q6_k))
-      .dtype("y", args.y, dtypes_mask(DType::f32, DType::bf16));
+      .dtype("y", args.y, dtypes_mask(DType::f32, DType::bf16))
+      .written("y", args.y);
   VIVACE_TRY(check.status());
   const int64_t tokens = args.ids.shape[0], vocab = args.table.shape[0];
   if (stream.readable()) {  // ids on a GPU are not readable here

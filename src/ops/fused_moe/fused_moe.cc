@@ -198,7 +198,8 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
       .that(args.swiglu.alpha > 0 && std::isfinite(args.swiglu.alpha), "swiglu.alpha", args.swiglu.alpha,
             "a number above 0")
       .that(args.swiglu.limit > 0, "swiglu.limit", args.swiglu.limit, "a number above 0, or infinity")
-      .that(std::isfinite(args.swiglu.beta), "swiglu.beta", args.swiglu.beta, "a finite number");
+      .that(std::isfinite(args.swiglu.beta), "swiglu.beta", args.swiglu.beta, "a finite number")
+      .written("y", args.y);
   VIVACE_TRY(check.status());
   const int64_t kWeights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
   check

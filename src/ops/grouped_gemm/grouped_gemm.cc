@@ -37,6 +37,7 @@ Status grouped_gemm(const GroupedGemmArgs& args, const Stream& stream) {
       .dtype("group_start", args.group_start, kI32)
       .dtype("group_rows", args.group_rows, kI32)
       .dtype("y", args.y, dtypes_mask(DType::f32, DType::bf16))
+      .written("y", args.y)
       .given("x_scale", args.x_scale, fp8, fp8 ? "scales with fp8 x" : "none")
       .given("weight_scale", args.weight_scale, fp8, fp8 ? "scales with fp8 weights" : "none");
   if (blocks) {

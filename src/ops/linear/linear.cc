@@ -135,6 +135,7 @@ Status linear(const LinearArgs& args, const Stream& stream) {
         .dtype(name.weight, part.weight, weights)
         .dtype(name.bias, part.bias, kPlain)
         .dtype(name.y, part.y, kOutputs)
+        .written(name.y, part.y)
         .given(name.scale, part.weight_scale, fp8, fp8 ? "scales with fp8 weights" : "none");
     if (blocks) {
       check.define(name.blocks, scale_blocks(part.weight.shape[0]), "ceil(n / 128)")

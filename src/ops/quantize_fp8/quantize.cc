@@ -21,7 +21,8 @@ Status check_scales(std::string_view op, Checker& check, std::string_view name, 
       break;
     case Fp8Scaling::block:
       check.define("blocks", scale_blocks(check[width]), "ceil(width / 128)")
-          .tensor(name, scale, {"tokens", "blocks"});
+          .tensor(name, scale, {"tokens", "blocks"})
+          .written(name, scale);
       break;
     default:
       return invalid_argument("{}: scaling is {}, needs tensor (0), token (1) or block (2)", op,

@@ -27,6 +27,8 @@ Status rms_norm(const RmsNormArgs& args, const Stream& stream) {
       .dtype("residual", args.residual, kActivations)
       .dtype("y", args.y, kActivations | dtypes_mask(DType::fp8_e4m3))
       .dtype("weight", args.weight, dtypes_mask(DType::f32, DType::f16, DType::bf16))
+      .written("residual", args.residual)
+      .written("y", args.y)
       .that(std::isfinite(args.eps) && args.eps >= 0, "eps", args.eps, "a finite number >= 0");
   VIVACE_TRY(check_scales("rms_norm", check, "y_scale", args.y, args.y_scale, args.y_scaling, "hidden"));
   if (args.x.elements() == 0) return {};

@@ -38,6 +38,8 @@ Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
       .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32))
       .dtype("zero_weight", args.zero_weight, dtypes_mask(DType::f32))
       .dtype("live_tokens", args.live_tokens, dtypes_mask(DType::i32))
+      .written("expert_ids", args.expert_ids)
+      .written("expert_weights", args.expert_weights)
       .that(args.scoring <= RouteScoring::sigmoid, "scoring", static_cast<double>(args.scoring),
             "softmax (0), softmax_chosen (1) or sigmoid (2)")
       .that(std::isfinite(args.scale), "scale", args.scale, "a finite number");

@@ -41,7 +41,8 @@ Status router_gemm(const RouterGemmArgs& args, const Stream& stream) {
       .tensor("scores", args.scores, {"tokens", "experts"})
       .dtype("x", args.x, kActivations)
       .dtype("bias", args.bias, dtypes_mask(DType::f32))
-      .dtype("scores", args.scores, kActivations);
+      .dtype("scores", args.scores, kActivations)
+      .written("scores", args.scores);
   VIVACE_TRY(check.status());
   if (args.weight.version != args.weight_version) {
     return invalid_argument(

@@ -130,7 +130,10 @@ Status sampler(const SamplerArgs& args, const Stream& stream) {
       .dtype("ids", args.ids, kI32)
       .dtype("valid", args.valid, dtypes_mask(DType::u8))
       .dtype("top_ids", args.top_ids, kI32)
-      .dtype("top_logprobs", args.top_logprobs, kF32);
+      .dtype("top_logprobs", args.top_logprobs, kF32)
+      .written("top_ids", args.top_ids)
+      .written("top_logprobs", args.top_logprobs);
+  if (args.count_ids) check.written("output_counts", args.output_counts);
   VIVACE_TRY(check.status());
   VIVACE_TRY(both_or_neither("top_ids", args.top_ids, "top_logprobs", args.top_logprobs));
   VIVACE_TRY(both_or_neither("seed", args.seed, "position", args.position));

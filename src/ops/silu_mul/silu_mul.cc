@@ -21,7 +21,8 @@ Status silu_mul(const SiluMulArgs& args, const Stream& stream) {
       .tensor("y", args.y, {"tokens", "intermediate"})
       .dtype("gate", args.gate, dtypes_mask(DType::f32, DType::bf16))
       .dtype("up", args.up, dtypes_mask(args.gate.dtype))
-      .dtype("y", args.y, dtypes_mask(args.gate.dtype, DType::fp8_e4m3));
+      .dtype("y", args.y, dtypes_mask(args.gate.dtype, DType::fp8_e4m3))
+      .written("y", args.y);
   VIVACE_TRY(
       check_scales("silu_mul", check, "y_scale", args.y, args.y_scale, args.y_scaling, "intermediate"));
   if (args.gate.elements() == 0) return {};
