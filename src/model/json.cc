@@ -15,12 +15,14 @@ using nlohmann::json;
 constexpr int kMaxDepth = 64;
 constexpr size_t kLongestKey = 80, kLongestPath = 200;  // in messages
 
-struct TooMany : std::exception {
-  explicit TooMany(TooManyElements where) : where(std::move(where)) {}
-  TooManyElements where;
+struct Refused : std::exception {
+  Refused(JsonFault fault, std::string why) : fault(std::move(fault)), why(std::move(why)) {}
+  JsonFault fault;
+  std::string why;  ///< goes after the path
 };
 
-// Watches a parse: the parser itself keeps the last of two equal keys, any depth and any number of elements.
+// Watches a parse: the parser itself keeps the last of two equal keys, any depth and any number of elements, and does not say where a
+// number stands that is too large.
 class Guard {
  public:
   explicit Guard(int64_t max_elements) : max_elements_(max_elements) {}
@@ -30,7 +32,8 @@ class Guard {
       case json::parse_event_t::object_start:
       case json::parse_event_t::array_start:
         if (depth >= kMaxDepth)
-          throw std::length_error(fmt::format("is nested deeper than {} levels", kMaxDepth));
+          throw Refused(fault(JsonFault::Kind::depth, 1),  // a path of all levels helps nobody
+                        fmt::format("is nested deeper than {} levels", kMaxDepth));
         count_in_list(false);
         open_.push_back({.list = event == json::parse_event_t::array_start});
         break;
@@ -41,7 +44,11 @@ class Guard {
       case json::parse_event_t::key: {
         Open& object = open_.back();
         const auto [key, is_new] = object.keys.insert(parsed.get_ref<const std::string&>());
-        if (!is_new) throw std::length_error(fmt::format("has the key '{}' twice", shortened(*key)));
+        if (!is_new) {
+          JsonFault twice = fault(JsonFault::Kind::key, open_.size() - 1);
+          if (open_.size() == 1) twice.field = shortened(*key);
+          throw Refused(std::move(twice), fmt::format("has the key '{}' twice", shortened(*key)));
+        }
         object.key = &*key;
         count(object, false);
         break;
@@ -52,6 +59,14 @@ class Guard {
     }
     return true;
   }
+
+  /// Of the element that comes next, `levels` containers deep; of the container itself with one level fewer.
+  JsonFault fault(JsonFault::Kind kind, size_t levels) const {
+    const std::string* field = levels > 0 ? open_.front().key : nullptr;
+    return {
+        .kind = kind, .path = path(levels), .field = field != nullptr ? shortened(*field) : std::string()};
+  }
+  size_t levels() const { return open_.size(); }
 
  private:
   struct Open {
@@ -69,18 +84,17 @@ class Guard {
   }
   void count(Open& container, bool number) {
     if (++container.elements <= max_elements_) return;
-    const std::string* field = open_.size() > 1 ? open_.front().key : nullptr;
-    throw TooMany({.path = path(),
-                   .field = field != nullptr ? shortened(*field) : std::string(),
-                   .list = container.list,
-                   .number = number});
+    JsonFault too_many = fault(JsonFault::Kind::elements, open_.size() - 1);
+    too_many.list = container.list;
+    too_many.of_number = number;
+    throw Refused(std::move(too_many),
+                  fmt::format("has more than {} elements, which is the limit", max_elements_));
   }
-  /// "prompt[3]" of the innermost that is open; empty for the whole.
-  std::string path() const {
+  std::string path(size_t levels) const {
     std::string path;
-    for (size_t i = 0; i + 1 < open_.size(); ++i) {
-      if (open_[i].list)
-        path += fmt::format("[{}]", open_[i].elements - 1);
+    for (size_t i = 0; i < levels; ++i) {
+      if (open_[i].list)  // a container is counted when it begins, a value when it was read
+        path += fmt::format("[{}]", open_[i].elements - (i + 1 < open_.size() ? 1 : 0));
       else
         path += (path.empty() ? "" : ".") + shortened(*open_[i].key);
     }
@@ -91,13 +105,32 @@ class Guard {
   std::vector<Open> open_;
 };
 
+constexpr size_t kLongestExcerpt = 60;
+
+/// What stands between the quotation marks of a message of the parser, shortened.
+std::string quoted(std::string_view message) {
+  const size_t begin = message.find('\'') + 1, end = message.rfind('\'');
+  std::string text(message.substr(begin, end > begin ? end - begin : 0));
+  return text.size() > kLongestExcerpt ? text.substr(0, kLongestExcerpt) + "..." : text;
+}
+
 }  // namespace
 
 Result<json> parse_json_object(std::string_view place, std::string_view text, int64_t max_elements,
-                               TooManyElements* too_many) {
+                               JsonFault* fault) {
+  constexpr int kNumberOverflow = 406;  // of the parser
+  Guard guard(max_elements);
+  const auto refused = [&](const Refused& refusal) {
+    if (fault != nullptr) *fault = refusal.fault;
+    const Code code =
+        refusal.fault.kind == JsonFault::Kind::elements ? Code::resource_exhausted : Code::invalid_argument;
+    return error(code, "{}: {}{}{}", place, refusal.fault.path, refusal.fault.path.empty() ? "" : " ",
+                 refusal.why);
+  };
+  if (text.find_first_not_of(" \t\r\n") == text.npos)
+    return refused({{.kind = JsonFault::Kind::empty}, "is empty, needs a JSON object"});
   try {
     // The parser copies its callback, which is why the guard is referred to.
-    Guard guard(max_elements);
     json value = json::parse(text, [&guard](int depth, json::parse_event_t event, json& parsed) {
       return guard(depth, event, parsed);
     });
@@ -105,14 +138,14 @@ Result<json> parse_json_object(std::string_view place, std::string_view text, in
       return invalid_argument("{}: is {}, needs a JSON object", place, value.type_name());
     return value;
   } catch (const json::exception& e) {
+    if (e.id == kNumberOverflow)
+      return refused({guard.fault(JsonFault::Kind::number, guard.levels()),
+                      fmt::format("is {}, needs a number that float64 holds: at most 1.8e308 in magnitude",
+                                  quoted(e.what()))});
     // The library's text quotes the input; a long or binary quotation helps nobody.
     return invalid_argument("{}: is not valid JSON: {}", place, std::string_view(e.what()).substr(0, 200));
-  } catch (const TooMany& e) {
-    if (too_many != nullptr) *too_many = e.where;
-    return error(Code::resource_exhausted, "{}: {}{}has more than {} elements, which is the limit", place,
-                 e.where.path, e.where.path.empty() ? "" : " ", max_elements);
-  } catch (const std::length_error& e) {
-    return invalid_argument("{}: {}", place, e.what());
+  } catch (const Refused& refusal) {
+    return refused(refusal);
   }
 }
 
@@ -120,8 +153,7 @@ std::string excerpt(const json& value) {
   if (value.is_structured())
     return fmt::format("{} with {} elements", value.is_array() ? "a list" : "an object", value.size());
   std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
-  constexpr size_t kLongest = 60;
-  if (text.size() > kLongest) text = text.substr(0, kLongest) + "...";
+  if (text.size() > kLongestExcerpt) text = text.substr(0, kLongestExcerpt) + "...";
   return text;
 }
 

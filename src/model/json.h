@@ -11,20 +11,22 @@
 
 namespace vivace::model {
 
-/// The list or object of a text that has too many elements.
-struct TooManyElements {
-  std::string path;                   ///< "prompt[3]"; of a long one the end; empty: the whole text
-  std::string field;                  ///< the field of the whole that it is or is in: "prompt"
-  bool list = false, number = false;  ///< it is a list; the element that is one too many is a number
+/// What keeps a text from being a JSON object that is taken.
+struct JsonFault {
+  enum class Kind { syntax, empty, elements, depth, key, number };
+  Kind kind = Kind::syntax;  ///< the rest: not of syntax and empty
+  std::string path = {};   ///< "prompt[3]", what has the fault; of a long one the end; empty: the whole text
+  std::string field = {};  ///< the field of the whole that it is or is in: "prompt"
+  bool list = false;       ///< elements: of a list
+  bool of_number = false;  ///< elements: the one too many is a number
 };
 
 /// Parses `text`, which must be one JSON object. `place` ("config.json") starts every message.
-/// Refused: malformed text, invalid UTF-8, more than 64 levels, a key that occurs twice in one object. A list or an object
-/// with more than `max_elements` is resource_exhausted as soon as there is one too many, before memory holds the rest; the
-/// message names it ("config.json: prompt[3] has ..."), and `too_many`, when it is given, says more.
+/// Refused: malformed text, invalid UTF-8, more than 64 levels, a key that occurs twice in one object, a number beyond float64.
+/// A list or an object with more than `max_elements` is resource_exhausted as soon as there is one too many, before memory holds
+/// the rest. The message names what has the fault ("config.json: prompt[3] has ..."), and `fault`, when it is given, says more.
 Result<nlohmann::json> parse_json_object(std::string_view place, std::string_view text,
-                                         int64_t max_elements = INT64_MAX,
-                                         TooManyElements* too_many = nullptr);
+                                         int64_t max_elements = INT64_MAX, JsonFault* fault = nullptr);
 
 /// Typed reads of one object's fields. The first failure is kept and later reads return their defaults, so
 /// that a reader lists its fields and asks for status() once. A field whose value is null counts as absent.

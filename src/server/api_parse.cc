@@ -423,9 +423,22 @@ void read_generate(Fields& fields, ApiRequest& out, const ApiLimits& limits) {
   if (!out.request.max_tokens) out.request.max_tokens = kDefault;
 }
 
-ApiError too_many_elements(const model::TooManyElements& where, int64_t most, int64_t max_model_len) {
+/// What a body of this kind has at least.
+std::string_view needed_field(ApiKind kind) {
+  switch (kind) {
+    case ApiKind::completions:
+      return "prompt";
+    case ApiKind::chat:
+      return "messages";
+    case ApiKind::generate:
+      return "text or input_ids";
+  }
+  return {};
+}
+
+ApiError too_many_elements(const model::JsonFault& where, int64_t most, int64_t max_model_len) {
   const std::string place = where.path.empty() ? std::string("the body") : where.path;
-  if (where.number && (where.field == "prompt" || where.field == "input_ids"))
+  if (where.of_number && (where.field == "prompt" || where.field == "input_ids"))
     return {.message = fmt::format(
                 "{} has more than {} elements: the context holds {} tokens, prompt and answer together",
                 place, most, max_model_len),
@@ -437,17 +450,30 @@ ApiError too_many_elements(const model::TooManyElements& where, int64_t most, in
           .code = "invalid_value"};
 }
 
+/// Why a body is not read at all; `message` is the parser's.
+ApiError unread(ApiKind kind, const model::JsonFault& fault, std::string message) {
+  using enum model::JsonFault::Kind;
+  constexpr std::string_view kPlace = "the body: ";
+  if (fault.kind == empty)
+    return {.message = fmt::format("the body is empty, needs a JSON object with {}", needed_field(kind)),
+            .param = {},
+            .code = "invalid_json"};
+  if (fault.kind == number && !fault.path.empty())
+    return {.message = message.substr(kPlace.size()), .param = fault.path, .code = "invalid_value"};
+  return {.message = std::move(message), .param = fault.field, .code = "invalid_json"};
+}
+
 }  // namespace
 
 std::variant<ApiRequest, ApiError> parse_request(ApiKind kind, std::string_view body,
                                                  const ApiLimits& limits) {
   // As long as a prompt of ids, or a bias for every token; also in fields that nobody reads, which take memory too.
   const int64_t max_elements = std::max({limits.least_elements, limits.max_model_len, limits.vocab});
-  model::TooManyElements too_many;
-  const Result<Json> json = model::parse_json_object("the body", body, max_elements, &too_many);
+  model::JsonFault fault;
+  const Result<Json> json = model::parse_json_object("the body", body, max_elements, &fault);
   if (json.status().code() == Code::resource_exhausted)
-    return too_many_elements(too_many, max_elements, limits.max_model_len);
-  if (!json.ok()) return ApiError{.message = json.status().message(), .code = "invalid_json"};
+    return too_many_elements(fault, max_elements, limits.max_model_len);
+  if (!json.ok()) return unread(kind, fault, json.status().message());
   ApiRequest out;
   out.kind = kind;
   Fields fields(*json);

@@ -64,7 +64,7 @@ TEST(Safetensors, HeaderLengthAndText) {
   expect_refused(ByteWriter().put(~uint64_t{0}).raw("{}").bytes,
                  {"header length is 18446744073709551615", "at most 2"});
   expect_refused(ByteWriter().put(uint64_t{3}).raw("{}").bytes, {"header length is 3"});
-  expect_refused(SafetensorsBuilder::with_header("", {}), {"not valid JSON"});
+  expect_refused(SafetensorsBuilder::with_header("", {}), {"header: is empty, needs a JSON object"});
   expect_refused(SafetensorsBuilder::with_header("[]", {}), {"is array, needs a JSON object"});
   expect_refused(SafetensorsBuilder::with_header("{\"w\":", {}), {"not valid JSON"});
   expect_refused(SafetensorsBuilder::with_header("{\"w\xff\":1}", {}), {"not valid JSON"});

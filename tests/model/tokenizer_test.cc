@@ -392,7 +392,7 @@ TEST(Tokenizer, RefusesKeysThatOccurTwice) {
   source.tokenizer_json = "{\"model\": {" + key + ": 1, " + key + ": 2}}";
   const auto made = Tokenizer::create(source);
   EXPECT_EQ(made.status().code(), Code::invalid_argument);
-  EXPECT_EQ(made.status().message(), "tokenizer.json: has the key '" + repeat("k", 80) + "...' twice");
+  EXPECT_EQ(made.status().message(), "tokenizer.json: model has the key '" + repeat("k", 80) + "...' twice");
 }
 
 TEST(Tokenizer, RefusesBrokenGguf) {

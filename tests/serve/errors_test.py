@@ -67,6 +67,11 @@ class Errors(Case):
         for body in (b"", b"{", b"[]", b'{"prompt": "\xff"}', b"nul", b'{"prompt": "x"} x', b"[" * 30_000):
             got = self.server.post("/v1/completions", body, headers=AUTHORIZED)
             self.assertEqual((got.status, got.json["error"]["code"]), (400, "invalid_json"), body[:40])
+        for path, needs in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages"), ("/generate", "text or input_ids")):
+            error = self.expect(400, "invalid_json", self.server.post(path, b"", headers=AUTHORIZED))[1]
+            self.assertEqual(error["message"], f"the body is empty, needs a JSON object with {needs}")
+        error = self.expect(400, "invalid_value", self.server.post("/v1/completions", b'{"prompt": "x", "top_p": 1e400}', headers=AUTHORIZED))[1]
+        self.assertEqual((error["param"], error["message"][:23]), ("top_p", "top_p is 1e400, needs a"))
         status, _, error = self.raw(b"BREW / HTCPCP/1.0\r\n\r\n")
         self.assertEqual((status, error["code"]), (400, "invalid_http"))
 

@@ -372,7 +372,7 @@ TEST(Api, BodiesThatAreNoJsonObjects) {
   for (const std::string& body :
        {std::string(), std::string("{"), std::string("[]"), std::string("null"), std::string("\xff\xfe"),
         std::string(R"({"prompt":"a","prompt":"b"})"), std::string("{\"prompt\":\"\xe6\x97\"}"), deep,
-        R"({"prompt":)" + deep + "}", std::string(R"({"prompt":"a","seed":1e999})"), std::string("{}x"),
+        R"({"prompt":)" + deep + "}", std::string("1e999"), std::string("{}x"),
         std::string("{\"prompt\":\"a\0\"}", 15)}) {
     const ApiError error = refused(ApiKind::completions, body);
     EXPECT_EQ(error.status, 400);
@@ -381,6 +381,57 @@ TEST(Api, BodiesThatAreNoJsonObjects) {
     EXPECT_LT(error.message.size(), 400u);
     const Json json = Json::parse(error_body(error), nullptr, false);
     EXPECT_FALSE(json.is_discarded());
+  }
+}
+
+TEST(Api, EmptyBodiesAreToldWhatIsMissing) {
+  for (const char* body : {"", " ", "\r\n\t "}) {
+    for (const auto& [kind, needs] :
+         std::vector<std::pair<ApiKind, std::string>>{{ApiKind::completions, "prompt"},
+                                                      {ApiKind::chat, "messages"},
+                                                      {ApiKind::generate, "text or input_ids"}}) {
+      const ApiError error = refused(kind, body);
+      EXPECT_EQ(error.code, "invalid_json");
+      EXPECT_EQ(error.message, "the body is empty, needs a JSON object with " + needs);
+    }
+  }
+}
+
+TEST(Api, NumbersThatAreTooLargeAreNamed) {
+  const std::string digits = "9" + std::string(400, '0');
+  for (const auto& [kind, body, param, value] :
+       std::vector<std::tuple<ApiKind, std::string, std::string, std::string>>{
+           {ApiKind::completions, completion(R"("temperature":1e400)"), "temperature", "1e400"},
+           {ApiKind::completions, completion(R"("seed":-1e999)"), "seed", "-1e999"},
+           {ApiKind::completions, completion(R"("max_tokens":)" + digits), "max_tokens",
+            digits.substr(0, 60) + "..."},
+           {ApiKind::completions, completion(R"("logit_bias":{"4":1,"5":2e308})"), "logit_bias.5", "2e308"},
+           {ApiKind::completions, R"({"prompt":[[1],[2,3,1e400]]})", "prompt[1][2]", "1e400"},
+           {ApiKind::chat, R"({"messages":[{"role":"user"},{"role":1e400}]})", "messages[1].role", "1e400"},
+           {ApiKind::chat, chat(R"("nobody":{"reads":[1,"a",{"this":1e400}]})"), "nobody.reads[2].this",
+            "1e400"},
+           {ApiKind::generate, generate(R"("top_p":1e400)"), "sampling_params.top_p", "1e400"}}) {
+    const ApiError error = refused(kind, body);
+    EXPECT_EQ(error.status, 400);
+    EXPECT_EQ(error.code, "invalid_value");
+    EXPECT_EQ(error.param, param);
+    EXPECT_EQ(error.message,
+              param + " is " + value + ", needs a number that float64 holds: at most 1.8e308 in magnitude");
+  }
+  accepted(ApiKind::completions, completion(R"("temperature":1e-400)"));  // which is 0
+}
+
+TEST(Api, FieldsThatAreNoJsonAreNamed) {
+  const std::string deep = std::string(100, '[') + std::string(100, ']');
+  for (const auto& [body, param, message] : std::vector<std::tuple<std::string, std::string, std::string>>{
+           {completion(R"("stop":)" + deep), "stop", "the body: stop is nested deeper than 64 levels"},
+           {completion(R"("prompt":"b")"), "prompt", "the body: has the key 'prompt' twice"},
+           {completion(R"("logit_bias":{"1":2,"1":2})"), "logit_bias",
+            "the body: logit_bias has the key '1' twice"}}) {
+    const ApiError error = refused(ApiKind::completions, body);
+    EXPECT_EQ(error.code, "invalid_json");
+    EXPECT_EQ(error.param, param);
+    EXPECT_EQ(error.message, message);
   }
 }
 
