@@ -100,7 +100,8 @@ void vivace_context_destroy(vivace_context* context);
 /* [{"op": "linear", "row": "cpu.f32", "calls": 12}, ...]: the rows that ran at least once. */
 vivace_code vivace_context_counts(const vivace_context* context, const char** json);
 
-/* Where a call runs. A null vivace_stream is the CPU, on the calling thread alone; in a query, wherever the first tensor lies. */
+/* Where a call runs. A null vivace_stream is the CPU, on the calling thread alone; in a query, wherever the first tensor lies:
+ * a GPU must then be there, or the query is refused. */
 typedef struct vivace_stream {
   int32_t device;
   int32_t ordinal;            /* which CUDA device */

@@ -49,8 +49,26 @@ Status check_out(std::string_view place, std::string_view name, T* out) {
   return out != nullptr ? Status() : invalid_argument("{}: {} is null", place, name);
 }
 
-/// The stream of C++ for one of C. `query`: a GPU that is not there may be asked about.
-Result<Stream> stream_of(std::string_view place, const vivace_stream* from, bool query) {
+/// What a function of C is for.
+enum class Use {
+  call,   ///< runs on the stream
+  query,  ///< asks about a call on the stream, whose GPU need not be there if its compute capability is said
+  anywhere,  ///< asks what does not depend on where the call runs
+};
+
+/// Of a GPU that is there. `whose` says who means it, and begins the message of a query about one that is not.
+Result<int> compute_capability_of(std::string_view whose, int ordinal, Use use) {
+  const auto info = device::device_info(ordinal);
+  if (info.ok()) return 10 * (*info)->major + (*info)->minor;
+  if (use == Use::call) return info.status();
+  return error(
+      info.status().code(),
+      "{}: {}; to ask about a GPU that is not here, give a stream with its compute_capability, such as 90",
+      whose, info.status().message());
+}
+
+/// The stream of C++ for one of C.
+Result<Stream> stream_of(std::string_view place, const vivace_stream* from, Use use) {
   if (from == nullptr) return Stream{};
   if (from->device != VIVACE_DEVICE_CPU && from->device != VIVACE_DEVICE_CUDA) {
     return invalid_argument("{}: stream.device is {}, needs 0 (cpu) or 1 (cuda)", place, from->device);
@@ -67,31 +85,45 @@ Result<Stream> stream_of(std::string_view place, const vivace_stream* from, bool
   stream.ordinal = from->ordinal;
   stream.handle = from->handle;
   stream.compute_capability = from->compute_capability;
-  if (query && from->compute_capability != 0) {
+  if (use == Use::query && from->compute_capability != 0) {
     stream.ordinal = device::device_count() > from->ordinal ? from->ordinal : -1;
     return stream;
   }
-  VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(from->ordinal));
-  stream.compute_capability = 10 * info->major + info->minor;
+  VIVACE_TRY_ASSIGN(stream.compute_capability, compute_capability_of(place, from->ordinal, use));
+  return stream;
+}
+
+/// The stream that a question without one is about: where the first tensor lies.
+Result<Stream> stream_of(std::string_view place, const Reader::Named& first, Use use) {
+  Stream stream;
+  if (first.tensor == nullptr || first.tensor->device == VIVACE_DEVICE_CPU) return stream;
+  stream.device = Device::cuda;
+  if (use == Use::anywhere) return stream;
+  stream.ordinal = first.tensor->ordinal;
+  const std::string whose = fmt::format("{}: stream is null, and {} lies on a GPU", place, first.name);
+  VIVACE_TRY_ASSIGN(stream.compute_capability, compute_capability_of(whose, stream.ordinal, use));
   return stream;
 }
 
 /// Runs `body` with the arguments and the stream as C++ has them.
 template <class Args, class Body>
-vivace_code with(std::string_view place, const Args* given, const vivace_stream* from, bool query,
+vivace_code with(std::string_view place, const Args* given, const vivace_stream* from, Use use,
                  Body&& body) noexcept {
   return call(place, [&]() -> Status {
     Args copy;
     const Args* args = nullptr;
     VIVACE_TRY(current_args(place, given, copy, args));
-    VIVACE_TRY_ASSIGN(Stream stream, stream_of(place, from, query));
-    Reader reader(place, from != nullptr && stream.device == Device::cuda && !query ? from->ordinal : -1);
+    VIVACE_TRY_ASSIGN(Stream stream, stream_of(place, from, use));
+    const bool runs = use == Use::call;
+    Reader reader(place, from != nullptr && stream.device == Device::cuda && runs ? from->ordinal : -1);
     const auto ours = read(reader, *args);
     VIVACE_TRY(reader.status());
-    if (!query) VIVACE_TRY(reader.apart());
-    if (query && from == nullptr) stream.device = reader.device();
+    if (runs) VIVACE_TRY(reader.apart());
+    if (!runs && from == nullptr) {
+      VIVACE_TRY_ASSIGN(stream, stream_of(place, reader.first(), use));
+    }
     std::unique_lock<std::mutex> turn;
-    if (stream.threads != nullptr && stream.device == Device::cpu && !query) {
+    if (stream.threads != nullptr && stream.device == Device::cpu && runs) {
       turn = std::unique_lock(from->context->threads->turn);
     }
     return body(ours, stream);
@@ -101,7 +133,7 @@ vivace_code with(std::string_view place, const Args* given, const vivace_stream*
 template <class Args, class Run>
 vivace_code run(std::string_view place, const Args* args, const vivace_stream* stream,
                 Run operation) noexcept {
-  return with(place, args, stream, false,
+  return with(place, args, stream, Use::call,
               [&](const auto& ours, const Stream& on) -> Status { return operation(ours, on); });
 }
 
@@ -116,7 +148,7 @@ Status check_call(const Args& args, Stream stream, Run operation) {
 template <class Args, class CostOf, class Run>
 vivace_code cost(std::string_view place, const Args* args, vivace_cost* out, CostOf cost_of,
                  Run operation) noexcept {
-  return with(place, args, nullptr, true, [&](const auto& ours, const Stream& on) -> Status {
+  return with(place, args, nullptr, Use::anywhere, [&](const auto& ours, const Stream& on) -> Status {
     VIVACE_TRY(check_out(place, "cost", out));
     VIVACE_TRY(check_call(ours, on, operation));
     const Cost found = cost_of(ours);
@@ -175,7 +207,7 @@ std::string to_json(const Choice& choice) {
 template <class Args, class Explain, class Run>
 vivace_code explain(std::string_view place, const Args* args, const vivace_stream* stream, const char** json,
                     Explain explain_call, Run operation) noexcept {
-  return with(place, args, stream, true, [&](const auto& ours, const Stream& on) -> Status {
+  return with(place, args, stream, Use::query, [&](const auto& ours, const Stream& on) -> Status {
     VIVACE_TRY(check_out(place, "json", json));
     VIVACE_TRY(check_call(ours, on, operation));
     return give_text(to_json(explain_call(ours, on)), json);
@@ -185,7 +217,7 @@ vivace_code explain(std::string_view place, const Args* args, const vivace_strea
 template <class Args, class Bytes, class Run>
 vivace_code workspace_bytes(std::string_view place, const Args* args, const vivace_stream* stream,
                             int64_t* out, Bytes bytes_of, Run operation) noexcept {
-  return with(place, args, stream, true, [&](const auto& ours, const Stream& on) -> Status {
+  return with(place, args, stream, Use::query, [&](const auto& ours, const Stream& on) -> Status {
     VIVACE_TRY(check_out(place, "bytes", out));
     VIVACE_TRY(check_call(ours, on, operation));
     VIVACE_TRY_ASSIGN(*out, bytes_of(ours, on));
@@ -370,7 +402,7 @@ vivace_code vivace_attention_decode_schedule_params(const vivace_attention_decod
                                                     vivace_decode_schedule_params* params) {
   constexpr const char* kPlace = "attention_decode";
   return c_api::with(
-      kPlace, args, stream, true,
+      kPlace, args, stream, c_api::Use::query,
       [&](const vivace::AttentionDecodeArgs& ours, const vivace::Stream& on) -> vivace::Status {
         VIVACE_TRY(c_api::check_out(kPlace, "params", params));
         VIVACE_TRY_ASSIGN(const vivace::DecodeScheduleParams found,
@@ -387,7 +419,7 @@ int64_t vivace_decode_schedule_ints(int64_t max_requests, int64_t workers) {
 
 vivace_code vivace_router_weight_bytes(const vivace_router_weight_source* source, int64_t* bytes) {
   constexpr const char* kPlace = "router_weight_bytes";
-  return c_api::with(kPlace, source, nullptr, true,
+  return c_api::with(kPlace, source, nullptr, c_api::Use::anywhere,
                      [&](const vivace::RouterWeightSource& ours, const vivace::Stream&) -> vivace::Status {
                        VIVACE_TRY(c_api::check_out(kPlace, "bytes", bytes));
                        *bytes = vivace::router_weight_bytes(ours);
@@ -398,7 +430,7 @@ vivace_code vivace_router_weight_bytes(const vivace_router_weight_source* source
 vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* source,
                                          vivace_router_weight* weight) {
   constexpr const char* kPlace = "prepare_router_weight";
-  return c_api::with(kPlace, source, nullptr, true,
+  return c_api::with(kPlace, source, nullptr, c_api::Use::anywhere,
                      [&](const vivace::RouterWeightSource& ours, const vivace::Stream&) -> vivace::Status {
                        VIVACE_TRY(c_api::check_out(kPlace, "weight", weight));
                        VIVACE_TRY_ASSIGN(const vivace::RouterWeight made,

@@ -50,8 +50,13 @@ class Reader {
   std::span<const ExpertWeights> experts(const vivace_expert_weights* from, int64_t count);
 
   const Status& status() const { return status_; }
-  /// Where the first tensor lies.
-  Device device() const { return count_ > 0 ? static_cast<Device>(seen_[0].from->device) : Device::cpu; }
+  /// A tensor that was read, and its name.
+  struct Named {
+    std::string_view name;
+    const vivace_tensor* tensor;  ///< null: there is none
+  };
+  /// The first.
+  Named first() const { return count_ > 0 ? Named{seen_[0].name, seen_[0].from} : Named{}; }
   /// invalid_argument where an output shares memory with another argument, as far as overlap() knows. Experts given one by one are not
   /// looked at.
   Status apart() const;

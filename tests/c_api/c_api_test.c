@@ -293,6 +293,27 @@ static void test_explain_for_another_machine(void) {
   CHECK(vivace_rms_norm_explain(&args, &stream, &json) == VIVACE_OK);
   CHECK(strstr(json, "\"row\": \"cuda.") != NULL ||
         strstr(json, "\"row\": null") != NULL); /* null: built without CUDA */
+  /* Without a stream: of the GPU where the tensors lie, if it is there. */
+  args.x.ordinal = args.weight.ordinal = args.y.ordinal = 4096;
+  vivace_cost cost;
+  CHECK(vivace_rms_norm_cost(&args, &cost) == VIVACE_OK); /* the same wherever it runs */
+  CHECK(vivace_rms_norm_explain(&args, &stream, &json) == VIVACE_OK);
+  CHECK(vivace_rms_norm_explain(&args, NULL, &json) != VIVACE_OK);
+  CHECK(strstr(vivace_last_error(), "rms_norm: stream is null, and x lies on a GPU: cuda:4096 ") != NULL);
+  CHECK(strstr(vivace_last_error(), "; to ask about a GPU that is not here, give a stream with its compute_capability, such as 90") != NULL);
+  const vivace_stream unknown = {.device = VIVACE_DEVICE_CUDA, .ordinal = 4096};
+  CHECK(vivace_rms_norm_explain(&args, &unknown, &json) != VIVACE_OK);
+  CHECK(strstr(vivace_last_error(), "rms_norm: cuda:4096 ") != NULL && strstr(vivace_last_error(), "compute_capability, such as 90") != NULL);
+  vivace_sampler_args sampling = {.struct_bytes = sizeof(sampling)};
+  sampling.logits = TENSOR(NULL, VIVACE_F32, 2, 100);
+  sampling.ids = TENSOR(NULL, VIVACE_I32, 2);
+  sampling.valid = TENSOR(NULL, VIVACE_U8, 2);
+  sampling.logits.device = sampling.ids.device = sampling.valid.device = VIVACE_DEVICE_CUDA;
+  sampling.logits.ordinal = 4096;
+  int64_t bytes = -1;
+  CHECK(vivace_sampler_workspace_bytes(&sampling, &stream, &bytes) == VIVACE_OK && bytes >= 0);
+  CHECK(vivace_sampler_workspace_bytes(&sampling, NULL, &bytes) != VIVACE_OK);
+  CHECK(strstr(vivace_last_error(), "sampler: stream is null, and logits lies on a GPU: cuda:4096 ") != NULL);
   CHECK(vivace_operators(&json) == VIVACE_OK && strstr(json, "\"op\": \"sampler\"") != NULL);
   CHECK(vivace_build(&json) == VIVACE_OK && strstr(json, "\"version\": \"") != NULL);
   CHECK(vivace_operators(NULL) == VIVACE_INVALID_ARGUMENT);
