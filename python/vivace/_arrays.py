@@ -203,13 +203,25 @@ class Described(bytes):
     unwritable: str | None  # why it may not be written
 
 
-def _exported(array: Any, options: dict[str, Any]) -> tuple[Any, _DLTensor, int]:
-    """A capsule, the tensor in it, which it owns, and flags. Libraries older than DLPack 1.0 know no versions and have no flags."""
+def _capsule_of(array: Any, options: dict[str, Any]) -> tuple[Any, bytes]:
+    """What __dlpack__ gives, and its name. Libraries older than DLPack 1.0 know no versions."""
     try:
-        capsule = array.__dlpack__(max_version=(1, 0), copy=False, **options)
-    except TypeError:
-        capsule = array.__dlpack__(**options)
-    if _capsule_name(capsule) != b"dltensor_versioned":
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0), copy=False, **options)
+        except TypeError:
+            capsule = array.__dlpack__(**options)
+    except Exception as error:  # of a library of which nothing is known
+        raise TypeError(f"{AN_ARRAY} does not come by DLPack: its __dlpack__ ends in {type(error).__name__}: {error}") from None
+    name = _capsule_name(capsule) if type(capsule).__name__ == "PyCapsule" else b""
+    if name not in (b"dltensor", b"dltensor_versioned"):
+        raise TypeError(f"{AN_ARRAY} does not come by DLPack: its __dlpack__ returns {shown(capsule)}, needs a capsule 'dltensor'")
+    return capsule, name
+
+
+def _exported(array: Any, options: dict[str, Any]) -> tuple[Any, _DLTensor, int]:
+    """A capsule, the tensor in it, which it owns, and flags, which there are from DLPack 1.0 on."""
+    capsule, name = _capsule_of(array, options)
+    if name != b"dltensor_versioned":
         return capsule, _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor")), 0
     address = _capsule_pointer(capsule, b"dltensor_versioned")
     major, minor, _, _, flags = _VERSIONED.unpack(ctypes.string_at(address, _VERSIONED.size))
@@ -218,13 +230,22 @@ def _exported(array: Any, options: dict[str, Any]) -> tuple[Any, _DLTensor, int]
     return capsule, _DLTensor.from_address(address + _VERSIONED.size), flags
 
 
+def _dlpack_device(array: Any) -> tuple[int, int]:
+    """Of an array that does not say, the CPU."""
+    ask = getattr(array, "__dlpack_device__", None)
+    return (_DL_CPU, 0) if ask is None else ask()
+
+
 def _describe_dlpack(array: Any) -> Described:
-    kind, ordinal = array.__dlpack_device__()
+    kind, ordinal = _dlpack_device(array)
     device = _DL_DEVICES.get(kind)
     if device is None:
         raise ValueError(f"{AN_ARRAY} lies on a device of DLPack's kind {kind}, needs 1 (CPU) or 2 (CUDA)")
     # The library that made the array orders its own work before this stream; the legacy default stream is 1 there.
     capsule, tensor, flags = _exported(array, {} if device == CPU else {"stream": current_stream() or 1})
+    if device == CPU and _DL_DEVICES.get(tensor.device_type) != CPU:
+        raise TypeError(f"{AN_ARRAY} lies on a device of DLPack's kind {tensor.device_type}, needs a __dlpack_device__ that says so before a stream "
+                        "is chosen")
     code = _DL_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if code is None:
         raise ValueError(f"{AN_ARRAY} has DLPack's type ({tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes), which is unknown here")
@@ -283,7 +304,7 @@ def _name_of_code(code: int) -> str:
 
 
 def _dlpack_place(array: Any) -> tuple[int, int] | None:
-    kind, ordinal = array.__dlpack_device__()
+    kind, ordinal = _dlpack_device(array)
     return None if _DL_DEVICES.get(kind, CPU) == CPU else (ordinal, current_stream())
 
 
@@ -344,6 +365,16 @@ def clear(made: Any) -> None:
     """Zeros, for an output of which a call may leave rows alone."""
     if not isinstance(made, Shape):
         (made.array if isinstance(made, Typed) else made)[...] = 0
+
+
+def shape_of(array: Any) -> tuple[int, ...]:
+    """Arrays that have DLPack alone need not say it themselves."""
+    try:
+        return array.shape
+    except AttributeError:
+        described = describe(array)
+        rank = struct.unpack_from("=i", described, 12)[0]
+        return struct.unpack_from(f"={rank}q", described, 24)
 
 
 def dtype_of(array: Any) -> str:

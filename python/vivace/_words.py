@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any, Callable, Mapping
 
-from ._arrays import AN_ARRAY, DTYPES, NOTHING_BESIDE, Shape, framework_of, shown
+from ._arrays import AN_ARRAY, DTYPES, NOTHING_BESIDE, Shape, framework_of, shape_of, shown
 
 REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 
@@ -51,11 +51,13 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
             return wrong
     if text.startswith(NOTHING_BESIDE):
         missing = [f"{name} is not given, and " for name in _MADE if name in parameters and given.get(name) is None]
-        return TypeError(f"{place}: {''.join(missing[:1])}{text.removeprefix('vivace: ')}")
+        beside = [f"{name} is of another library: " for name, value in given.items() if hasattr(value, "__dlpack__")]
+        return TypeError(f"{place}: {(missing + beside)[0]}{text.removeprefix('vivace: ')}")
     if not seen:
         for name, count in dims.items():
-            if len(given[name].shape) != count:
-                return ValueError(f"{place}: {name} has the shape {tuple(given[name].shape)}, needs {count} dimensions")
+            shape = tuple(shape_of(given[name]))
+            if len(shape) != count:
+                return ValueError(f"{place}: {name} has the shape {shape}, needs {count} dimensions")
         return error
     for theirs, ours in names.items():
         text = re.sub(rf"(?<![\w.]){theirs}\b", ours, text)

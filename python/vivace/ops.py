@@ -19,7 +19,7 @@ import sys
 from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
 
 from . import _arrays, _library
-from ._arrays import clear, dtype_of, empty, shown, whole
+from ._arrays import clear, dtype_of, empty, shape_of, shown, whole
 from ._library import Choice, Cost
 from ._words import REFUSALS, refusal, worded
 
@@ -132,7 +132,7 @@ def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: flo
     out_scale         f32: [1], given, for scaling "tensor"; [tokens], made, for "token"; [tokens, ceil(hidden / 128)], made, for "block"
     """
     if out is None:
-        out = empty(x, x.shape, dtype_of(x))
+        out = empty(x, shape_of(x), dtype_of(x))
     return (x, residual, weight, out, out_scale, _scaling("rms_norm", scaling, "out", out), eps), out
 
 
@@ -164,7 +164,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, x_scale: Array
     batch_invariant                               a token's bits do not depend on how many there are
     """
     if out is None:
-        out = empty(x, (x.shape[0], weight.shape[0]), _product_dtype(x, out_dtype))
+        out = empty(x, (shape_of(x)[0], shape_of(weight)[0]), _product_dtype(x, out_dtype))
     return _linear_values(x, x_scale, [(weight, weight_scale, bias, out)], scaling, exact, batch_invariant, workspace), out
 
 
@@ -177,7 +177,7 @@ def _linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | N
     if not 1 <= count <= 3:
         raise ValueError(f"linear: there are {count} weights, needs 1 to 3")
     if outs is None:
-        outs = [empty(x, (x.shape[0], weight.shape[0]), _product_dtype(x, out_dtype)) for weight in weights]
+        outs = [empty(x, (shape_of(x)[0], shape_of(weight)[0]), _product_dtype(x, out_dtype)) for weight in weights]
     lists = (weights, weight_scales or [None] * count, biases or [None] * count, outs)
     try:
         parts = list(zip(*lists, strict=True))
@@ -198,7 +198,7 @@ def embedding(ids: Array, table: Array, *, out: Array | None = None, out_dtype: 
     ids  i32 [tokens]        table  [vocab, hidden], f32, bf16, f16 or a block format        out  [tokens, hidden], f32 or bf16
     """
     if out is None:
-        out = empty(ids, (ids.shape[0], table.shape[1]), out_dtype or ("bf16" if dtype_of(table) == "bf16" else "f32"))
+        out = empty(ids, (shape_of(ids)[0], shape_of(table)[1]), out_dtype or ("bf16" if dtype_of(table) == "bf16" else "f32"))
     return (ids, table, out), out
 
 
@@ -223,13 +223,14 @@ def attention_prologue(qkv: Array, slots: Array, k: Array, v: Array, *, q_norm_w
     q_scale    with fp8 q: f32 [tokens, heads_q], written
     k_scale    with fp8 k: f32 [1], given, or [pages, page_tokens, heads_kv], written        v_scale  f32 [1] or [heads_kv]
     """
-    heads_kv, head_dim = k.shape[2], k.shape[3]
+    heads_kv, head_dim = shape_of(k)[2:4]
     if q is None:
-        heads_q = qkv.shape[1] // max(head_dim, 1) - 2 * heads_kv
+        tokens, width = shape_of(qkv)
+        heads_q = width // max(head_dim, 1) - 2 * heads_kv
         if heads_q < 0:
-            raise ValueError(f"attention_prologue: qkv.shape[1] is {qkv.shape[1]}, needs at least {2 * heads_kv * head_dim}, the keys and values "
+            raise ValueError(f"attention_prologue: qkv.shape[1] is {width}, needs at least {2 * heads_kv * head_dim}, the keys and values "
                              f"of {heads_kv} heads of {head_dim} (from k.shape)")
-        q = empty(qkv, (qkv.shape[0], heads_q, head_dim), q_dtype or dtype_of(qkv))
+        q = empty(qkv, (tokens, heads_q, head_dim), q_dtype or dtype_of(qkv))
     if qk_norm is None:
         qk_norm = "none" if q_norm_weight is None else "norm_then_rope"
     return (qkv, q_norm_weight, k_norm_weight, cos_sin, positions, slots, q, k, v, q_scale, k_scale, v_scale,
@@ -240,7 +241,7 @@ def attention_prologue(qkv: Array, slots: Array, k: Array, v: Array, *, q_norm_w
 def _attention_output(q: Array, out: Array | None) -> Array:
     if out is not None:
         return out
-    return empty(q, q.shape, "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
+    return empty(q, shape_of(q), "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
 
 
 @_operator({}, output="out")
@@ -290,7 +291,7 @@ def decode_schedule(kv_lengths: Array, query_start: Array, params: DecodeSchedul
     """
     if out is None:
         workers = whole("decode_schedule: params.workers", params.workers, 0, 2**30)
-        out = empty(kv_lengths, (decode_schedule_ints(kv_lengths.shape[0], workers),), "i32")
+        out = empty(kv_lengths, (decode_schedule_ints(shape_of(kv_lengths)[0], workers),), "i32")
     return (kv_lengths, query_start, out, *params), out
 
 
@@ -318,7 +319,7 @@ def attention_decode_schedule_params(q: Array, k: Array, page_table: Array, *, q
 
     piece_tiles and window are kept; with piece_tiles a request's bits do not depend on its company. tile_tokens counts on the CPU.
     """
-    given = DecodeScheduleParams(k.shape[2], tile_tokens, 1, 1, 0, window, piece_tiles)
+    given = DecodeScheduleParams(shape_of(k)[2], tile_tokens, 1, 1, 0, window, piece_tiles)
     values = (q, k, k, page_table, None, None, q if dtype_of(q) != "fp8_e4m3" else None, q_scale, k_scale, v_scale, None, None, 0.0,
               window, 0.0, None, None, *given, max_query_tokens, 0)
     return DecodeScheduleParams(*_library.ENTRIES["attention_decode"].schedule_params(values))
@@ -362,10 +363,14 @@ def prepare_router_weight(weight: Array, *, mode: str = "exact", version: int = 
     version = whole("prepare_router_weight: version", version, 0, 2**64 - 1)
     source = _RouterWeightSource(ctypes.sizeof(_RouterWeightSource), mode=_choice_of("prepare_router_weight: mode", mode, _ROUTER_MODES),
                                  version=version)
+    alone = _arrays.framework_of(weight) is _arrays.DLPACK
+    if alone and (_arrays.place_of(weight) is not None or dtype_of(weight) != "bf16"):
+        raise TypeError(f"prepare_router_weight: weight is a {type(weight).__name__}, which has DLPack alone, needs an array of NumPy's or torch's to "
+                        "have its terms in: numpy.from_dlpack and torch.from_dlpack make one")
     if _arrays.place_of(weight) is not None:  # the split runs on the CPU; its terms go back to where the weight is
         made = prepare_router_weight(weight.cpu(), mode=mode, version=version)
         return made._replace(terms=tuple(term.to(weight.device) for term in made.terms))
-    experts, hidden = weight.shape
+    experts, hidden = shape_of(weight)
     described = _arrays.describe(weight)  # may hold the memory
     ctypes.memmove(ctypes.byref(source, _RouterWeightSource.weight.offset), described, _arrays.TENSOR_BYTES)
     needed = ctypes.c_int64()
@@ -399,7 +404,7 @@ def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, we
     if not 1 <= len(terms) <= 3:
         raise ValueError(f"router_gemm: weight has {len(terms)} terms, needs 1 to 3: one made by prepare_router_weight")
     if out is None:
-        out = empty(x, (x.shape[0], terms[0].shape[0]), out_dtype)
+        out = empty(x, (shape_of(x)[0], shape_of(terms[0])[0]), out_dtype)
     version = weight.version if weight_version is None else whole("router_gemm: weight_version", weight_version, 0, 2**64 - 1)
     return (x, *terms, *((None,) * (3 - len(terms))), len(terms), int(weight.scaled),
             _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES), _signed(weight.version), bias, out,
@@ -435,7 +440,7 @@ def route_top_k(scores: Array, top_k: int, *, correction_bias: Array | None = No
     NaN is below every number and is chosen only where nothing else is left, lowest ids first. A row of NaN alone has finite weights too:
     equal ones under softmax, zero under "sigmoid".
     """
-    tokens, experts = scores.shape
+    tokens, experts = shape_of(scores)
     if expert_ids is None or expert_weights is None:
         top_k = whole("route_top_k: top_k", top_k, 0, experts)
     ids = empty(scores, (tokens, top_k), "i32") if expert_ids is None else expert_ids
@@ -485,7 +490,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
         if value == 0:  # which stands for what is not given in C
             raise ValueError(f"fused_moe: {name} is 0, needs a number above 0")
     if out is None:
-        out = empty(x, x.shape, out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
+        out = empty(x, shape_of(x), out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
     return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights,
             expert_map, out, workspace, 0, 0, block_offset, first_expert, swiglu_alpha, swiglu_limit, swiglu_beta,
             int(batch_invariant)), out
@@ -504,7 +509,7 @@ def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array,
     batch_invariant  a row's bits must not depend on how many rows there are
     """
     if out is None:
-        out = empty(x, (x.shape[0], weight.shape[1]), _product_dtype(x, out_dtype))
+        out = empty(x, (shape_of(x)[0], shape_of(weight)[1]), _product_dtype(x, out_dtype))
     return (x, weight, group_start, group_rows, x_scale, weight_scale, out, int(batch_invariant)), out
 
 
@@ -515,7 +520,7 @@ def silu_mul(gate: Array, up: Array, *, out: Array | None = None, out_scale: Arr
     gate, up, out  [tokens, intermediate], f32 or bf16; out also fp8, then with out_scale as in rms_norm
     """
     if out is None:
-        out = empty(gate, gate.shape, dtype_of(gate))
+        out = empty(gate, shape_of(gate), dtype_of(gate))
     return (gate, up, out, out_scale, _scaling("silu_mul", scaling, "out", out)), out
 
 
@@ -528,9 +533,10 @@ def quantize_fp8(x: Array, *, scaling: str = "token", scale: Array | None = None
     """
     code = _choice_of("quantize_fp8: scaling", scaling, _SCALING)
     if out is None:
-        out = empty(x, x.shape, "fp8_e4m3")
+        out = empty(x, shape_of(x), "fp8_e4m3")
     if scale is None and code != 0:
-        scale = empty(x, (x.shape[0],) if scaling == "token" else (x.shape[0], _blocks(x.shape[1])), "f32")
+        tokens, width = shape_of(x)
+        scale = empty(x, (tokens,) if scaling == "token" else (tokens, _blocks(width)), "f32")
     return (x, out, scale, code), (out, scale)
 
 
@@ -564,7 +570,7 @@ def sampler(logits: Array, *, temperature: Array | None = None, top_p: Array | N
     count_ids            the drawn id is counted into output_counts
     logprobs             also the log-probability of each drawn token; top_logprobs: and of the so many most likely ones, at most vocab
     """
-    rows, vocab = logits.shape
+    rows, vocab = shape_of(logits)
     if top_logprobs:
         top_logprobs = whole("sampler: top_logprobs", top_logprobs, 0, vocab)
     ids = empty(logits, (rows,), "i32") if ids is None else ids
@@ -577,12 +583,14 @@ def sampler(logits: Array, *, temperature: Array | None = None, top_p: Array | N
             int(count_ids)), Sampled(ids, valid, chosen, top_ids, top)
 
 
+@worded("decode_attention")
 def decode_attention(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, *,
                      max_query_tokens: int = 1, window: int = 0, piece_tiles: int = 0, **options: Any) -> Array:
     """attention_decode with a schedule of its own: for a single layer. A model makes one schedule per step and shares it."""
     scales = {name: options.get(name) for name in ("q_scale", "k_scale", "v_scale")}
     params = attention_decode_schedule_params(q, k, page_table, max_query_tokens=max_query_tokens, window=window, piece_tiles=piece_tiles,
                                               **scales)
-    schedule = decode_schedule(kv_lengths, query_start, params)
+    schedule = empty(q, (decode_schedule_ints(shape_of(kv_lengths)[0], params.workers),), "i32")
+    decode_schedule(kv_lengths, query_start, params, out=schedule)
     return attention_decode(q, k, v, page_table, kv_lengths, query_start, schedule, params, max_query_tokens=max_query_tokens,
                             window=window, **options)

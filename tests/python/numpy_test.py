@@ -248,6 +248,64 @@ class Arrays(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "^rms_norm: out is not given, and nothing is allocated beside a __main__.Dlpack"):
             vivace.rms_norm(Dlpack(x), Dlpack(weight))
 
+    def test_dlpack_without_anything_else(self):
+        """Arrays with __dlpack__ and no shape, type or device: taken where an output can be made, else refused by name."""
+        def bare(value, keep_first):
+            if isinstance(value, np.ndarray):
+                return value if keep_first else Bare(value)
+            if isinstance(value, dict):
+                return {key: bare(item, False) for key, item in value.items()}
+            if isinstance(value, (list, tuple)):
+                items = [bare(item, keep_first and i == 0) for i, item in enumerate(value)]
+                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return value
+
+        taken = set()
+        for case in CASES:
+            args, options = cases.built(case.args, cases.numpy_array), cases.built(case.options, cases.numpy_array)
+            if isinstance(args[0], vivace.Typed):
+                continue
+            with self.subTest(case.name):
+                expected = cases.call(case, cases.numpy_array)[0]
+                found = cases.results_of(case.operator(*bare(args, True), **bare(options, False)))
+                self.assertEqual([bits(r) for r in found], [bits(r) for r in expected])
+                taken.add(case.name.split(".")[0])
+                calls = [case.operator] if case.operator is vivace.decode_attention else [case.operator, case.operator.explain, case.operator.cost]
+                for call in calls:
+                    with self.assertRaisesRegex(TypeError, r"^\w+: \w+ is (not given, and|of another library:) nothing is allocated beside a __main__.Bare, which has DLPack alone$"):
+                        call(*bare(args, False), **bare(options, False))
+        self.assertLessEqual(set(_library.ENTRIES), taken)  # attention_decode by decode_attention
+
+        x, weight, out = np.random.default_rng(4).standard_normal((3, 64)).astype("float32"), np.ones(64, "float32"), np.zeros((3, 64), "float32")
+        vivace.rms_norm(Bare(x), Bare(weight), out=Bare(out))
+        self.assertTrue(np.array_equal(out, vivace.rms_norm(x, weight)))
+
+        class Silent:
+            def __init__(self, given):
+                self.given = given
+
+            def __dlpack__(self):
+                if isinstance(self.given, Exception):
+                    raise self.given
+                return self.given
+
+        class Far(Bare):
+            def __dlpack__(self, **options):
+                capsule = super().__dlpack__(**options)
+                self.device = ctypes.c_int32.from_address(_arrays._capsule_pointer(capsule, b"dltensor_versioned") + 40)
+                self.device.value = 2  # CUDA
+                return capsule
+
+        for message, call, args in (
+                ("rms_norm: weight does not come by DLPack: its __dlpack__ ends in BufferError: busy", vivace.rms_norm, (x, Silent(BufferError("busy")))),
+                ("rms_norm: x does not come by DLPack: its __dlpack__ returns 5, needs a capsule", vivace.rms_norm, (Silent(5), weight)),
+                ("linear: weight does not come by DLPack: its __dlpack__ ends in RuntimeError", vivace.linear, (x, Silent(RuntimeError("no")))),
+                ("rms_norm: weight lies on a device of DLPack's kind 2, needs a __dlpack_device__", vivace.rms_norm, (x, Far(weight))),
+                ("prepare_router_weight: weight is a Bare, which has DLPack alone, needs", vivace.prepare_router_weight, (Bare(x),)),
+                ("vivace.empty_scale: like is of another library: nothing is allocated beside", vivace.empty_scale, (Bare(x), (3, 64), "token"))):
+            with self.subTest(message), self.assertRaisesRegex(TypeError, f"^{message}"):
+                call(*args)
+
     def test_dlpack_with_versions(self):
         """Flags of version 1 are honoured, and what a capsule holds lives until the call returns."""
         class Other:
@@ -311,6 +369,16 @@ class Dlpack:
 
     def __dlpack_device__(self):
         return self.array.__dlpack_device__()
+
+
+class Bare:
+    """An array that has __dlpack__ and does not even say where it lies."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
 
 
 class Errors(unittest.TestCase):
