@@ -36,6 +36,12 @@ def pack(address: int, dtype: int, device: int, ordinal: int, shape: Sequence[in
     return _PACK[rank](address, dtype, rank, device, ordinal, *shape, *strides)
 
 
+def traced() -> bool:
+    """Whether torch traces this, and sizes may be symbols."""
+    torch_ops = sys.modules.get("vivace.torch_ops")
+    return torch_ops is not None and torch_ops.torch.compiler.is_compiling()
+
+
 def whole(what: str, value: Any, low: int, high: int) -> int:
     """`value`, where it is a whole number from `low` to `high`."""
     if type(value) is int and low <= value <= high:

@@ -8,10 +8,9 @@ import functools
 import inspect
 import operator
 import re
-import sys
 from typing import Any, Callable, Mapping
 
-from ._arrays import AN_ARRAY, DTYPES, NOTHING_BESIDE, Shape, framework_of, shape_of, shown
+from ._arrays import AN_ARRAY, DTYPES, NOTHING_BESIDE, Shape, framework_of, shape_of, shown, traced
 
 REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 
@@ -30,8 +29,7 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
     names    what the library calls an argument, as a pattern, and what the function does
     running  the call was not a mere question
     """
-    torch_ops = sys.modules.get("vivace.torch_ops")
-    if torch_ops is not None and torch_ops.torch.compiler.is_compiling():
+    if traced():
         return error  # torch traces this too, and cannot trace what follows
     signature = inspect.signature(function)
     parameters = signature.parameters

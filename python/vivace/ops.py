@@ -117,7 +117,9 @@ def empty_scale(like: Array, shape: Sequence[int], scaling: str) -> Array:
         raise ValueError(f"vivace.empty_scale: scaling is {shown(scaling)}, needs 'token' or 'block'")
     if len(shape) != 2:
         raise ValueError(f"vivace.empty_scale: shape is {tuple(shape)}, needs two extents")
-    tokens, width = (whole(f"vivace.empty_scale: shape[{i}]", extent, 0, 2**31 - 1) for i, extent in enumerate(shape))
+    tokens, width = shape
+    if not _arrays.traced():  # a symbolic size would be bound by a comparison
+        tokens, width = (whole(f"vivace.empty_scale: shape[{i}]", extent, 0, 2**31 - 1) for i, extent in enumerate(shape))
     return empty(like, (tokens,) if scaling == "token" else (tokens, _blocks(width)), "f32")
 
 

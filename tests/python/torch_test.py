@@ -162,6 +162,47 @@ class Torch(unittest.TestCase):
             y = vivace.rms_norm(torch.empty(4, 64), torch.empty(64))
         self.assertEqual((y.shape, y.dtype), ((4, 64), torch.float32))
 
+    def test_scales_of_symbolic_sizes(self):
+        """empty_scale neither binds a size that torch keeps open nor fixes it: compiled, exported and under fake tensors."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.export import Dim, export
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        def quantised(x):
+            tokens = vivace.empty_scale(x, x.shape, "token")
+            blocks, out = vivace.empty_scale(x, x.shape, "block"), torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+            vivace.quantize_fp8(x, scaling="token", scale=tokens, out=out)
+            vivace.quantize_fp8(x, scaling="block", scale=blocks, out=out)
+            return tokens, blocks
+
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                return quantised(x)
+
+        def agrees(call, *sizes):
+            for size in sizes:
+                x = torch.randn(size)
+                for scale, scaling in zip(call(x), ("token", "block"), strict=True):
+                    self.assertTrue(torch.equal(scale, vivace.quantize_fp8(x, scaling=scaling)[1]), (size, scaling))
+
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            agrees(torch.compile(quantised, fullgraph=True, dynamic=True, backend="aot_eager"), (3, 300), (7, 129), (40, 5000))
+        for strict in (False, True):
+            for dims in ({0: Dim("tokens")}, {0: Dim("tokens"), 1: Dim("width", min=129)}):
+                with self.subTest(strict=strict, dims=dims):
+                    torch._dynamo.reset()
+                    program = export(Module(), (torch.randn(3, 300),), dynamic_shapes=(dims,), strict=strict)
+                    self.assertTrue(all(bounds.upper > 2**40 for bounds in program.range_constraints.values()), program.range_constraints)
+                    agrees(program.module(), (7, 300), *([(40, 5000)] if 1 in dims else []))
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        x = mode.from_tensor(torch.empty(3, 300), symbolic_context=StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2))
+        with mode:
+            tokens, blocks = vivace.empty_scale(x, x.shape, "token"), vivace.empty_scale(x, x.shape, "block")
+        for size in (x.shape[0], tokens.shape[0], *blocks.shape):
+            self.assertIsInstance(size, torch.SymInt)
+        self.assertEqual((str(tokens.shape[0]), str(blocks.shape[0])), (str(x.shape[0]),) * 2)
+
     def test_in_a_cuda_graph(self):
         if "cuda" not in DEVICES:
             self.skipTest("there is no GPU")
