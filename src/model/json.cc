@@ -143,7 +143,10 @@ Result<json> parse_json_object(std::string_view place, std::string_view text, in
                       fmt::format("is {}, needs a number that float64 holds: at most 1.8e308 in magnitude",
                                   quoted(e.what()))});
     // The library's text quotes the input; a long or binary quotation helps nobody.
-    return invalid_argument("{}: is not valid JSON: {}", place, std::string_view(e.what()).substr(0, 200));
+    const std::string_view what(e.what());
+    const bool value = what.find("while parsing value") != what.npos;  // not between values
+    return refused({guard.fault(JsonFault::Kind::syntax, value ? guard.levels() : 0),
+                    fmt::format("is not valid JSON: {}", what.substr(0, 200))});
   } catch (const Refused& refusal) {
     return refused(refusal);
   }

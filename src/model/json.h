@@ -14,7 +14,7 @@ namespace vivace::model {
 /// What keeps a text from being a JSON object that is taken.
 struct JsonFault {
   enum class Kind { syntax, empty, elements, depth, key, number };
-  Kind kind = Kind::syntax;  ///< the rest: not of syntax and empty
+  Kind kind = Kind::syntax;  ///< the rest: not of empty; of syntax, where a value was being read
   std::string path = {};   ///< "prompt[3]", what has the fault; of a long one the end; empty: the whole text
   std::string field = {};  ///< the field of the whole that it is or is in: "prompt"
   bool list = false;       ///< elements: of a list

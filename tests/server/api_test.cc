@@ -425,13 +425,17 @@ TEST(Api, FieldsThatAreNoJsonAreNamed) {
   const std::string deep = std::string(100, '[') + std::string(100, ']');
   for (const auto& [body, param, message] : std::vector<std::tuple<std::string, std::string, std::string>>{
            {completion(R"("stop":)" + deep), "stop", "the body: stop is nested deeper than 64 levels"},
+           {completion(R"("top_p":NaN)"), "top_p", "the body: top_p is not valid JSON: "},
+           {completion(R"("stop":["a",Infinity])"), "stop", "the body: stop[1] is not valid JSON: "},
+           {completion("\"suffix\":\"\xff\""), "suffix", "the body: suffix is not valid JSON: "},
+           {completion(R"("top_p")"), "", "the body: is not valid JSON: "},
            {completion(R"("prompt":"b")"), "prompt", "the body: has the key 'prompt' twice"},
            {completion(R"("logit_bias":{"1":2,"1":2})"), "logit_bias",
             "the body: logit_bias has the key '1' twice"}}) {
     const ApiError error = refused(ApiKind::completions, body);
     EXPECT_EQ(error.code, "invalid_json");
     EXPECT_EQ(error.param, param);
-    EXPECT_EQ(error.message, message);
+    EXPECT_TRUE(error.message.starts_with(message)) << error.message;
   }
 }
 
