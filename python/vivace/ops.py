@@ -490,7 +490,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
     """
     for name, value in (("swiglu_alpha", swiglu_alpha), ("swiglu_limit", swiglu_limit)):
         if value == 0:  # which stands for what is not given in C
-            raise ValueError(f"fused_moe: {name} is 0, needs a number above 0")
+            raise ValueError(f"fused_moe: {name} is 0, needs 1e-30 to 1e30")
     if out is None:
         out = empty(x, shape_of(x), out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
     return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights,

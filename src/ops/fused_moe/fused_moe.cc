@@ -74,6 +74,11 @@ constexpr ScaleNames kFirstExpert = {"experts[0].gate_scale", "experts[0].up_sca
 constexpr ScaleNames kSharedExpert = {"shared.gate_scale", "shared.up_scale", "shared.down_scale",
                                       "shared.act_scale"};
 
+/// What fp32 keeps with an inverse.
+bool in_range(double factor) {
+  return factor >= 1e-30 && factor <= 1e30;
+}
+
 /// Whether an optional map may be read here.
 bool map_is_readable(const Tensor& map) {
   return !map.present() || (map.device == Device::cpu && map.data != nullptr && map.dtype == DType::i32 &&
@@ -195,10 +200,10 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
       .dense("expert_map", args.expert_map)
       .that(!args.expert_map.present() || args.first_expert == 0, "first_expert",
             static_cast<double>(args.first_expert), "0 with an expert_map")
-      .that(args.swiglu.alpha > 0 && std::isfinite(args.swiglu.alpha), "swiglu.alpha", args.swiglu.alpha,
-            "a number above 0")
-      .that(args.swiglu.limit > 0, "swiglu.limit", args.swiglu.limit, "a number above 0, or infinity")
-      .that(std::isfinite(args.swiglu.beta), "swiglu.beta", args.swiglu.beta, "a finite number")
+      .that(in_range(args.swiglu.alpha), "swiglu.alpha", args.swiglu.alpha, "1e-30 to 1e30")
+      .that(in_range(args.swiglu.limit) || args.swiglu.limit == INFINITY, "swiglu.limit", args.swiglu.limit,
+            "1e-30 to 1e30, or infinity")
+      .that(std::abs(args.swiglu.beta) <= 1e30, "swiglu.beta", args.swiglu.beta, "-1e30 to 1e30")
       .written("y", args.y);
   VIVACE_TRY(check.status());
   const int64_t kWeights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8

@@ -33,25 +33,29 @@ gemm::Gate<T> gate_of(const SwiGlu& swiglu) {
 
 /// Which expert here an id is.
 struct LocalExperts {
-  const int32_t* map;  ///< null: experts are neighbours from `first` on
-  int64_t map_size;
+  const int32_t* map;
+  int64_t map_size;  ///< -1: no map, experts are neighbours from `first` on
   int32_t first, experts;
 
   /// -1 for an id without work.
   VIVACE_HOST_DEVICE int32_t of(int32_t id) const {
     if (id < 0) return -1;
     int32_t local = -1;
-    if (map == nullptr) {
+    if (map_size < 0) {
       local = id - first;  // of two numbers from 0 on
     } else if (id < map_size) {
+#ifdef __CUDA_ARCH__
+      local = __ldcg(map + id);  // a kernel that reads ids before its turn reads this too: past the L1
+#else
       local = map[id];
+#endif
     }
     return local >= 0 && local < experts ? local : -1;
   }
 };
 inline LocalExperts local_experts(const FusedMoeArgs& args) {
   return {.map = args.expert_map.as<const int32_t>(),
-          .map_size = args.expert_map.present() ? args.expert_map.shape[0] : 0,
+          .map_size = args.expert_map.present() ? args.expert_map.shape[0] : -1,
           .first = static_cast<int32_t>(args.first_expert),
           .experts = static_cast<int32_t>(expert_count(args))};
 }

@@ -4,9 +4,8 @@
 //   bytes  8 H   read x, read residual, write residual, write y; the weight stays in the L2
 //   flops  6 H   below one flop per byte: memory is the only roof
 //
-// A block per row, eight neighbours a thread, up to five times. A thread asks for all of its values at once and keeps them in
-// registers, so the row is read once, and what enters the norm is the unrounded sum. The order of the sum is fixed by the
-// width and by whether rows are aligned.
+// A block per row, eight neighbours a thread, five times in wide rows. A thread asks for all of its values at once and keeps them in
+// registers, so the row is read once, and what enters the norm is the unrounded sum. The order of the sum is fixed by the width.
 
 #include <algorithm>
 #include <type_traits>
@@ -52,7 +51,7 @@ __device__ __forceinline__ void load_weights(DType type, const void* weight, int
 /// Of kPieces times eight values a thread.
 template <class X, class Residual, class Out, int kPieces, bool kWide>
 __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_constant__ Params<Out> p) {
-  constexpr bool kFp8 = std::is_same_v<Out, fp8>, kWeightsFirst = kPieces <= 2;  // a matter of registers
+  constexpr bool kFp8 = std::is_same_v<Out, fp8>, kWeightsFirst = kPieces == 1;  // a matter of registers
   const int64_t token = blockIdx.x;
   const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
   Residual* residual = static_cast<Residual*>(p.residual) + token * p.residual_stride;
@@ -97,7 +96,13 @@ __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_con
     if constexpr (!kWeightsFirst)
       load_weights<kWide>(p.weight_type, p.weight, begin(i), p.hidden, weights[i]);
 #pragma unroll
-    for (int j = 0; j < kOfLane; ++j) v[i][j] *= scale * weights[i][j];
+    for (int j = 0; j < kOfLane; ++j) v[i][j] = v[i][j] * scale * weights[i][j];
+    if constexpr (
+        kFp8) {  // what lies past the row has no part in a made scale, even where it is 0 times infinity
+#pragma unroll
+      for (int j = 0; j < kOfLane; ++j)
+        if (begin(i) + (kWide ? 0 : j) >= p.hidden) v[i][j] = 0.f;
+    }
   }
 
   if constexpr (kFp8) {
@@ -162,14 +167,11 @@ Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
       status = launch("rms_norm", rms_norm_kernel<X, Residual, Out, kPieces, kWide>, shape, stream, params);
     };
     const int64_t pieces = (args.x.shape[1] + kMostThreads * kOfLane - 1) / (kMostThreads * kOfLane);
-    if (!wide) {
-      with_pieces.template operator()<kMostPieces, false>();
-    } else if (pieces == 1) {
-      with_pieces.template operator()<1, true>();
-    } else if (pieces == 2) {
-      with_pieces.template operator()<2, true>();
+    if (pieces == 1) {
+      wide ? with_pieces.template operator()<1, true>() : with_pieces.template operator()<1, false>();
     } else {
-      with_pieces.template operator()<kMostPieces, true>();
+      wide ? with_pieces.template operator()<kMostPieces, true>()
+           : with_pieces.template operator()<kMostPieces, false>();
     }
   };
   with_type<float, bf16>(args.x.dtype, [&](auto x) {
