@@ -42,6 +42,7 @@ struct FusedMoeArgs {
   Tensor expert_ids;
   Tensor expert_weights;
   int64_t first_expert = 0;                ///< the id of expert 0 here: a slice of neighbours, as expert parallelism cuts them
+  int64_t total_experts = 0;               ///< of all slices, where there are others: how many rows to expect here; 0: those here alone
   Tensor expert_map;                       ///< or i32 [ids]: which expert here an id is, negative for those elsewhere
   SwiGlu swiglu;                           ///< of all experts, the shared one too
   bool batch_invariant = false;            ///< a token's bits must not depend on how many tokens there are
@@ -77,7 +78,8 @@ struct FusedMoeArgs {
 ///          and these sums in fp32.
 /// Writes   y and workspace; y may be an x that is quantised here, else nothing may overlap.
 /// Cost     fused_moe_cost(): it reads expert_ids, since a visited expert's weights are moved once and others
-///          not at all. Ids on a device are not read: then as many experts count as the pairs can visit.
+///          not at all. Ids on a device are not read: then as many experts count as the pairs can visit, and of the pairs
+///          those that are here if all experts are alike.
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a token's result does not depend on which tokens are beside it, and with batch_invariant, not on
 ///          how many.

@@ -33,7 +33,7 @@ _TABLE = {
     "route_top_k": ("scores correction_bias? expert_ids! expert_weights! zero_weight?! live_tokens? scoring:int renormalise:int "
                     "scale:float groups:int top_groups:int zero_experts:int"),
     "fused_moe": (f"x x_scale? gate_up down gate_up_scale? down_scale? act_scale? {_SHARED} expert_ids expert_weights "
-                  "expert_map? y! workspace?! experts:pointer expert_count:int block_offset:int first_expert:int "
+                  "expert_map? y! workspace?! experts:pointer expert_count:int block_offset:int first_expert:int total_experts:int "
                   "swiglu_alpha:float swiglu_limit:float swiglu_beta:float batch_invariant:int"),
     "grouped_gemm": "x weight group_start group_rows x_scale? weight_scale? y! batch_invariant:int",
     "silu_mul": f"gate up {_SCALED}",

@@ -468,10 +468,11 @@ class ExpertWeights(NamedTuple):
 @_operator({}, y="out")
 def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_weights: Array, *, x_scale: Array | None = None,
               gate_up_scale: Array | None = None, down_scale: Array | None = None, act_scale: Array | None = None,
-              block_offset: int = 0, shared: ExpertWeights | None = None, first_expert: int = 0, expert_map: Array | None = None,
+              block_offset: int = 0, shared: ExpertWeights | None = None, first_expert: int = 0, total_experts: int = 0,
+              expert_map: Array | None = None,
               swiglu_alpha: float = 1, swiglu_limit: float = math.inf, swiglu_beta: float = 0, batch_invariant: bool = False,
               out: Array | None = None, out_dtype: str | None = None, workspace: Array | None = None) -> Array:
-    """out[t] = sum over j of expert_weights[t, j] * down_e . (silu(gate_e . x_t) * (up_e . x_t)), plus the shared expert.
+    """out[t] = sum over j of expert_weights[t, j] * down_e . swiglu(gate_e . x_t, up_e . x_t), plus the shared expert.
 
     x               [tokens, hidden], f32, bf16 or fp8        out  [tokens, hidden]
     gate_up         [experts, 2 * intermediate, hidden], gate rows first        down  [experts, hidden, intermediate]
@@ -482,7 +483,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
     down_scale      with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
     act_scale       with fp8 weights of one scale an expert: f32 [1] or [experts]
     block_offset    where this slice of the intermediate starts in a block of 128
-    first_expert    the id of expert 0 here, where a rank has neighbours
+    first_expert    the id of expert 0 here, where a rank has neighbours; total_experts then says how many all ranks have
     expert_map      i32 [ids]: which expert here an id is, negative for those elsewhere
     swiglu_alpha, _limit, _beta   g * sigmoid(alpha * g) * (u + beta), g = min(gate, limit), u = up within -limit and limit:
                     silu(gate) * up as they stand, and gpt-oss's gate with 1.702, 7, 1
@@ -494,7 +495,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
     if out is None:
         out = empty(x, shape_of(x), out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
     return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights,
-            expert_map, out, workspace, 0, 0, block_offset, first_expert, swiglu_alpha, swiglu_limit, swiglu_beta,
+            expert_map, out, workspace, 0, 0, block_offset, first_expert, total_experts, swiglu_alpha, swiglu_limit, swiglu_beta,
             int(batch_invariant)), out
 
 

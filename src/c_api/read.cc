@@ -354,6 +354,7 @@ FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
           .expert_ids = reader.tensor("expert_ids", from.expert_ids),
           .expert_weights = reader.tensor("expert_weights", from.expert_weights),
           .first_expert = from.first_expert,
+          .total_experts = from.total_experts,
           .expert_map = reader.tensor("expert_map", from.expert_map),
           .swiglu = {.alpha = from.swiglu_alpha == 0 ? 1 : from.swiglu_alpha,
                      .limit = from.swiglu_limit == 0 ? INFINITY : from.swiglu_limit,

@@ -99,7 +99,10 @@ std::optional<ShortStride> overlaps_itself(const Tensor& tensor) {
   for (int i = 0; i < count; ++i) {
     const int64_t stride = tensor.stride[axes[i]];
     if (stride < reach) return ShortStride{axes[i], reach};
-    reach += (tensor.shape[axes[i]] - 1) * stride;
+    int64_t further;
+    if (__builtin_mul_overflow(tensor.shape[axes[i]] - 1, stride, &further) ||
+        __builtin_add_overflow(reach, further, &reach))
+      reach = std::numeric_limits<int64_t>::max();  // which no stride exceeds
   }
   return {};
 }

@@ -93,6 +93,7 @@ class Guard {
   std::string path(size_t levels) const {
     std::string path;
     for (size_t i = 0; i < levels; ++i) {
+      if (!open_[i].list && open_[i].key == nullptr) break;  // before its first key
       if (open_[i].list)  // a container is counted when it begins, a value when it was read
         path += fmt::format("[{}]", open_[i].elements - (i + 1 < open_.size() ? 1 : 0));
       else
@@ -144,7 +145,8 @@ Result<json> parse_json_object(std::string_view place, std::string_view text, in
                                   quoted(e.what()))});
     // The library's text quotes the input; a long or binary quotation helps nobody.
     const std::string_view what(e.what());
-    const bool value = what.find("while parsing value") != what.npos;  // not between values
+    const std::string_view context = what.substr(0, what.find(" - "));
+    const bool value = context.find("while parsing value") != context.npos;  // not between values
     return refused({guard.fault(JsonFault::Kind::syntax, value ? guard.levels() : 0),
                     fmt::format("is not valid JSON: {}", what.substr(0, 200))});
   } catch (const Refused& refusal) {

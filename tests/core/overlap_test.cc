@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <random>
 #include <utility>
 #include <vector>
@@ -125,6 +126,8 @@ TEST(OverlapsItself, NamesTheDimensionAndWhatItHasToStepOver) {
   EXPECT_EQ(lacks({3, 5, 8}, {8, 23, 1}), std::pair(1, int64_t{24}));
   EXPECT_EQ(lacks({3, 5, 8}, {8, 8, 1}), std::pair(0, int64_t{40}));
   EXPECT_EQ(lacks({3, 5, 8}, {0, 0, 1}), std::pair(1, int64_t{8}));
+  constexpr int64_t kOne = 1, kMost = std::numeric_limits<int64_t>::max();  // of a view that no memory holds
+  EXPECT_EQ(lacks({kOne << 31, kOne << 30, 2}, {kOne << 40, kOne << 34, 1}), std::pair(0, kMost));
   EXPECT_FALSE(overlaps_itself(Tensor()));
 }
 

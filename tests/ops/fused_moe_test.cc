@@ -180,6 +180,20 @@ TEST(FusedMoe, GpuRowsWantTheSharedExpertsRowsAlike) {
   EXPECT_TRUE(chosen().row.empty()) << chosen().row;
 }
 
+// A rank's share of the rows, not all of them, says how many an expert has.
+TEST(FusedMoe, ARankOfManyStreamsItsWeights) {
+  FusedMoeProblem p({"", 32, 64, 32, 24, 8, DType::bf16, MoeRouting::any, 0, false, 0, DType::bf16}, 1);
+  const Stream hopper{.device = Device::cuda, .compute_capability = 90};
+  if (fused_moe_explain(p.args, hopper).row.empty()) GTEST_SKIP() << "a build without nvcc";
+  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.wide");
+  p.args.total_experts = 192;
+  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.stream");
+  p.args.total_experts = 0;
+  const Guarded map(DType::i32, {192});
+  p.args.expert_map = map;
+  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.stream");
+}
+
 // The number of tokens must not choose among rows of other bits.
 TEST(FusedMoe, BatchInvariantCallsHaveRowsOfTheSameBits) {
   FusedMoeProblem p({"", 300, 64, 32, 4, 2, DType::bf16, MoeRouting::any, 0, false, 0, DType::bf16}, 1);
@@ -579,7 +593,7 @@ TEST(FusedMoe, RefusesScalesThatDisagree) {
       "x_scale is f32[2, 2], needs none where x is quantised with made scales");
   refuses(
       p.args, [&](auto& a) { a.x = f32, a.x_scale = Tensor(); },
-      "x_scale is absent, needs scales with fp8 x");
+      "x_scale is absent, needs a scale [1] that x is quantised by");
   FusedMoeProblem plain({"", 2, 16, 8, 4, 2}, 1);
   refuses(
       plain.args, [&](auto& a) { a.x_scale = p.args.x_scale; }, "x_scale is f32[1], needs none");
@@ -613,6 +627,9 @@ TEST(FusedMoe, RefusesWhatDisagrees) {
       p.args, [](auto& a) { a.shared.up = Tensor(); }, "shared.up is absent");
   refuses(
       p.args, [](auto& a) { a.first_expert = -1; }, "first_expert is -1, needs 0 to 2147483647");
+  refuses(
+      p.args, [](auto& a) { a.first_expert = 3, a.total_experts = 6; },
+      "total_experts is 6, needs 0 or at least 7");
   refuses(
       p.args, [&](auto& a) { a.expert_map = a.expert_ids; }, "expert_map");
   const Guarded map(DType::i32, {9});

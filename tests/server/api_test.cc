@@ -373,7 +373,10 @@ TEST(Api, BodiesThatAreNoJsonObjects) {
        {std::string(), std::string("{"), std::string("[]"), std::string("null"), std::string("\xff\xfe"),
         std::string(R"({"prompt":"a","prompt":"b"})"), std::string("{\"prompt\":\"\xe6\x97\"}"), deep,
         R"({"prompt":)" + deep + "}", std::string("1e999"), std::string("{}x"),
-        std::string("{\"prompt\":\"a\0\"}", 15)}) {
+        std::string("{\"prompt\":\"a\0\"}", 15),
+        // The parser quotes the text where it ends, here in its own words.
+        std::string(R"({"while parsing value)"), std::string(R"({"a":1,"while parsing value)"),
+        std::string(R"({"while parsing value - )")}) {
     const ApiError error = refused(ApiKind::completions, body);
     EXPECT_EQ(error.status, 400);
     EXPECT_EQ(error.code, "invalid_json") << error.message;

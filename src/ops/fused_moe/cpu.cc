@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "src/core/number.h"
 #include "src/core/workspace.h"
@@ -33,14 +34,15 @@ void gate_by_swiglu(const SwiGlu& swiglu, float* gate, const float* up, int64_t 
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   const auto alpha = hn::Set(d, static_cast<float>(swiglu.alpha)),
              beta = hn::Set(d, static_cast<float>(swiglu.beta));
-  const auto inverse = hn::Set(d, static_cast<float>(1 / swiglu.alpha));
+  const auto one = hn::Set(d, 1.0f), minus_infinity = hn::Set(d, -std::numeric_limits<float>::infinity());
   const auto most = hn::Set(d, static_cast<float>(swiglu.limit)), least = hn::Neg(most);
   const auto gated = [&](const float* g, const float* u) {  // a comparison with NaN is false: it stays
     const auto all_of_g = hn::LoadU(d, g), all_of_u = hn::LoadU(d, u);
     const auto below = hn::IfThenElse(hn::Gt(all_of_g, most), most, all_of_g);
     const auto between = hn::IfThenElse(hn::Gt(all_of_u, most), most,
                                         hn::IfThenElse(hn::Lt(all_of_u, least), least, all_of_u));
-    return hn::Mul(hn::Mul(silu(d, hn::Mul(below, alpha)), inverse), hn::Add(between, beta));
+    const auto value = hn::Div(below, hn::Add(one, exp(d, hn::Neg(hn::Mul(below, alpha)))));
+    return hn::Mul(hn::IfThenZeroElse(hn::Eq(below, minus_infinity), value), hn::Add(between, beta));
   };
   int64_t i = 0;
   for (; i + lanes <= count; i += lanes) hn::StoreU(gated(gate + i, up + i), d, gate + i);

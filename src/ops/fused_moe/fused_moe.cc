@@ -92,7 +92,7 @@ struct Scheme {
 Scheme scheme_of(const FusedMoeArgs& args) {
   if (!quantises(args)) return {is_fp8(args), has_block_scales(args)};
   if (args.gate_up.present()) return {true, args.gate_up_scale.rank == 4};
-  return {true, (args.experts.empty() ? args.shared : args.experts[0]).gate_scale.rank == 2};
+  return {true, args.experts[0].gate_scale.rank == 2};
 }
 
 /// Scales of an expert that comes as three matrices: none without fp8.
@@ -195,6 +195,11 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
       .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32))
       .that(args.first_expert >= 0 && args.first_expert <= INT32_MAX, "first_expert",
             static_cast<double>(args.first_expert), "0 to 2147483647")
+      .that(args.total_experts == 0 || args.total_experts >= args.first_expert + expert_count(args),
+            "total_experts", static_cast<double>(args.total_experts),
+            fmt::format("0 or at least {}", args.first_expert + expert_count(args)))
+      .that(!args.expert_map.present() || args.total_experts == 0, "total_experts",
+            static_cast<double>(args.total_experts), "0 with an expert_map")
       .optional("expert_map", args.expert_map, {"ids"})
       .dtype("expert_map", args.expert_map, dtypes_mask(DType::i32))
       .dense("expert_map", args.expert_map)
@@ -211,9 +216,10 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
       .that(args.block_offset >= 0 && args.block_offset < kFp8ScaleBlock, "block_offset",
             static_cast<double>(args.block_offset), "0 to 127")
       .given("x_scale", args.x_scale, fp8 && !made,
-             made  ? "none where x is quantised with made scales"
-             : fp8 ? "scales with fp8 x"
-                   : "none");
+             made              ? "none where x is quantised with made scales"
+             : quantises(args) ? "a scale [1] that x is quantised by"
+             : fp8             ? "scales with fp8 x"
+                               : "none");
   check.define("hidden blocks", scale_blocks(args.x.shape[1]), "ceil(hidden / 128)");
   if (fp8 && !made) {
     if (blocks) {
@@ -320,7 +326,7 @@ Cost fused_moe_cost(const FusedMoeArgs& args) {
     const int64_t pairs = tokens * args.expert_ids.shape[1];
     const Cost of_expert = cost_at(0);
     cost.bytes += std::min(experts, pairs) * of_expert.bytes;
-    cost.flops += pairs * of_expert.flops;
+    cost.flops += pairs * experts / total_experts(args) * of_expert.flops;
   }
   const LocalExperts local = local_experts(args);
   std::vector<bool> visited(readable ? experts : 0);

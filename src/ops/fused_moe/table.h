@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "src/core/dispatch.h"
 #include "src/core/host_device.h"
 #include "src/ops/fused_moe/sm90_limits.h"
@@ -60,9 +62,15 @@ inline LocalExperts local_experts(const FusedMoeArgs& args) {
           .experts = static_cast<int32_t>(expert_count(args))};
 }
 
+/// Experts that the ids are of, here and elsewhere.
+inline int64_t total_experts(const FusedMoeArgs& args) {
+  const int64_t total = args.expert_map.present() ? args.expert_map.shape[0] : args.total_experts;
+  return std::max(total, expert_count(args));
+}
+
 /// Rows that an expert has if all are alike to the router, rounded up.
 inline int64_t rows_of_expert(const FusedMoeArgs& args) {
-  const int64_t pairs = args.x.shape[0] * args.expert_ids.shape[1], experts = expert_count(args);
+  const int64_t pairs = args.x.shape[0] * args.expert_ids.shape[1], experts = total_experts(args);
   return experts > 0 ? (pairs + experts - 1) / experts : 0;
 }
 
@@ -110,11 +118,10 @@ inline Fp8Scales down_scales(const FusedMoeArgs& args, const Tensor& scale) {
   return fp8_scales(scale, 0, args.block_offset);
 }
 
-/// The type of the first matrix there is.
+/// The type of gate and up; none where no experts are given, which no call may.
 inline DType expert_type(const FusedMoeArgs& args) {
-  return args.gate_up.present() ? args.gate_up.dtype
-         : args.experts.empty() ? args.shared.gate.dtype
-                                : args.experts[0].gate.dtype;
+  if (args.gate_up.present()) return args.gate_up.dtype;
+  return args.experts.empty() ? DType::none : args.experts[0].gate.dtype;
 }
 
 /// A call whose x meets fp8 weights unquantised: what quantises it, and the call that is left, which is what rows see.
@@ -218,7 +225,7 @@ inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
 };
 
 inline constexpr Operator<FusedMoeArgs> kFusedMoe = {
-    "fused_moe", "routed experts: gate and up, SiLU, down, weighted sum, shared expert", fused_moe_facts,
+    "fused_moe", "routed experts: gate and up, SwiGLU, down, weighted sum, shared expert", fused_moe_facts,
     fused_moe_cost, kFusedMoeRows};
 
 }  // namespace vivace
