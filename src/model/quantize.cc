@@ -15,7 +15,6 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <ranges>
 #include <string_view>
 #include <utility>
 
@@ -719,7 +718,7 @@ Result<QuantizeResult> quantize_source(const std::string& model, const std::stri
   };
   if (const Status status = guarded("quantize", write_all); !status.ok()) {
     std::error_code ignored;
-    for (const std::string& path : std::views::reverse(written)) fs::remove(path, ignored);  // the claim last
+    for (; !written.empty(); written.pop_back()) fs::remove(written.back(), ignored);  // the claim last
     if (made) fs::remove(out, ignored);
     return status;
   }
