@@ -226,9 +226,11 @@ Status DecoderRunner::run_staged(bool in_bucket, const Tensor& logits, const Str
     const std::vector<RowCount> before = dispatch_.counts();
     Result<std::unique_ptr<device::Graph>> graph =
         device::Graph::capture(stream, [&](const Stream& s) { return compute_and_sample(logits, s); });
-    if (!graph.ok() && dispatch_.observer() != nullptr)
-      return graph.status();  // other times would be the host's
-    if (!graph.ok()) {        // memory for one more, say: the step runs without, and so do those like it
+    if (!graph.ok() && times_ != nullptr) {  // without a graph the times would be the host's
+      return graph.status().at(
+          fmt::format("decode steps of up to {} requests have no graph to be timed in", key.rows));
+    }
+    if (!graph.ok()) {  // memory for one more, say: the step runs without, and so do those like it
       log_line(fmt::format("decode steps of up to {} requests run without a graph: {}", key.rows,
                            graph.status().message()));
       replays_.erase(key);
