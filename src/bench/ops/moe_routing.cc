@@ -39,8 +39,8 @@ RoutedTokens route_tokens(Routing routing, int64_t tokens, int64_t experts, int6
   if (routing != Routing::uniform) {
     for (int64_t i = experts - 1; i > 0; --i) std::swap(order[i], order[below(i + 1)]);
   }
-  // Sets of one case have weights of their own to read.
-  const auto hot = static_cast<int32_t>(int64_t{seed} * (experts / 5 + 1) % experts);
+  // Sets of one case have weights of their own to read, as far as there are experts.
+  const auto hot = static_cast<int32_t>(seed % experts);
   const int64_t choices = experts_to_choose(routing, experts);
   const Zipf zipf(experts);
   RoutedTokens routed;

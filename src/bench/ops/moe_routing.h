@@ -15,7 +15,7 @@ enum class Routing {
   uniform,  ///< all alike
   zipf,     ///< the r-th most popular with a weight of 1 / r; a draw says which is which
   half,     ///< half of them, drawn, all alike; the others have no row
-  one,  ///< every choice of every token is one expert, of the next seed another: uniform's rows in one group
+  one,  ///< every choice of every token is one expert, of the next seed the next: uniform's rows in one group
   one_local,  ///< that one is the first choice of every token; the others are of other ranks (id -1)
 };
 inline constexpr std::array<std::string_view, 5> kRoutings = {"uniform", "zipf", "half", "one", "one_local"};
