@@ -245,6 +245,19 @@ TEST(BenchOps, AFormulaStandsInForATargetAndIsCountedApart) {
   EXPECT_FALSE(rows[1].contains("target_us"));
 }
 
+TEST(BenchOps, ATargetOfItsOwnRoutingIsForNoOther) {
+  const auto targets =
+      OpTargets::parse(R"({"fused_moe": [{"case": "hy3", "routing": "zipf", "target_us": 9}]})");
+  ASSERT_TRUE(targets.ok());
+  for (const auto& [routing, target] :
+       {std::pair{"uniform", std::optional<double>()}, {"zipf", 9.0}, {"half", {}}}) {
+    OpResult result = timed("sm90.stream", false);
+    result.workload = moe_case(16, 192, 4096, 192, "per_tensor").with("routing", routing);
+    targets->apply(result);
+    EXPECT_EQ(result.target_us, target) << routing;
+  }
+}
+
 TEST(BenchOps, JsonOfALibrary) {
   OpResult failed = timed("cublas_tf32", true);
   failed.failure = Status(Code::unsupported, "no algorithm");

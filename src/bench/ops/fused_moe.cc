@@ -249,9 +249,13 @@ Result<std::unique_ptr<PreparedOp>> prepare(const OpWorkload& w, const Stream& s
 
 }  // namespace
 
-const OpSuite kFusedMoeSuite = {"fused_moe", "the routed experts of a layer",
-                                workloads,   check,
-                                prepare,     nullptr,
-                                follow,      {"experts", "top_k", "hidden", "intermediate"}};
+const OpSuite kFusedMoeSuite = {.name = "fused_moe",
+                                .summary = "the routed experts of a layer",
+                                .workloads = workloads,
+                                .check = check,
+                                .prepare = prepare,
+                                .follow = follow,
+                                .name_fields = {"experts", "top_k", "hidden", "intermediate"},
+                                .target_defaults = {{"routing", "uniform"}}};
 
 }  // namespace vivace::bench

@@ -258,18 +258,18 @@ void OpTargets::apply(OpResult& result) const {
   const auto list = suites_->find(result.workload.suite);
   if (list == suites_->end() || !list->is_array()) return;
   const bool exact = result.workload.text("mode") == "exact";
+  const std::vector<OpWorkload::Field>& defaults = suite_of(result.workload).target_defaults;
   for (const Json& entry : *list) {
     if (!entry.is_object() || entry.value("case", "") != result.workload.name) continue;
-    const bool agrees = std::all_of(result.workload.fields.begin(), result.workload.fields.end(),
-                                    [&](const OpWorkload::Field& field) {
-                                      const auto own = entry.find(field.name);
-                                      if (own == entry.end())
-                                        return field.name != "routing" ||
-                                               field.value == OpWorkload::Value("uniform");
-                                      if (const auto* number = std::get_if<int64_t>(&field.value))
-                                        return own->is_number() && *own == *number;
-                                      return own->is_string() && *own == std::get<std::string>(field.value);
-                                    });
+    const bool agrees = std::ranges::all_of(result.workload.fields, [&](const OpWorkload::Field& field) {
+      const auto own = entry.find(field.name);
+      if (own == entry.end()) {
+        const auto left_out = std::ranges::find(defaults, field.name, &OpWorkload::Field::name);
+        return left_out == defaults.end() || *left_out == field;
+      }
+      if (const auto* number = std::get_if<int64_t>(&field.value)) return own->is_number() && *own == *number;
+      return own->is_string() && *own == std::get<std::string>(field.value);
+    });
     const auto target = entry.find(exact ? "exact_target_us" : "target_us");
     if (agrees && target != entry.end() && target->is_number()) result.target_us = target->get<double>();
   }

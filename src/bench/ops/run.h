@@ -57,8 +57,8 @@ class OpTargets {
   /// Of a JSON object of lists by suite, whose entries have this project's field names. invalid_argument: the text is not
   /// of that form.
   static Result<OpTargets> parse(std::string_view json_text);
-  /// Sets target_us where an entry agrees in every field that both have; a target is for our row alone, and for uniform
-  /// routing where its entry does not name one.
+  /// Sets target_us where an entry agrees in every field that both have, its suite's target_defaults counted as the entry's;
+  /// a target is for our row alone.
   void apply(OpResult& result) const;
 
  private:

@@ -62,6 +62,8 @@ struct OpSuite {
                    const std::vector<OpWorkload::Field>& named) = nullptr;
   /// Fields whose listed values the name of a case stands for.
   std::vector<std::string_view> name_fields = {};
+  /// What a field of a case is where its entry in the targets does not have it. Without a default here, any value agrees.
+  std::vector<OpWorkload::Field> target_defaults = {};
 };
 
 std::span<const OpSuite> op_suites();
