@@ -268,7 +268,7 @@ Json json_of(const StepOperator& o, const StepPoint& point) {
           {"calls", o.calls},
           {"us", o.us},
           {"us_per_call", o.us_per_call()},
-          {"share", o.us / point.operators_us()},
+          {"share", quotient(o.us, point.operators_us())},
           {"bytes", o.bytes},
           {"flops", o.flops},
           {"floor_us", o.floor_us},
@@ -283,8 +283,8 @@ std::string operators_text(const StepPoint& point) {
                   "operator", "row", "calls", "MB/call", "us/call", "us", "share", "floor us", "of floor");
   for (const StepOperator& o : point.operators) {
     out += fmt::format("{:<20}{:<20}{:>6}{:>10.3f}{:>11.2f}{:>10.1f}{:>7.1f}%{:>11.1f}{:>10.3f}\n", o.op,
-                       o.row, o.calls, 1e-6 * o.bytes / static_cast<double>(o.calls), o.us_per_call(), o.us,
-                       100 * o.us / sum, o.floor_us, o.share_of_floor());
+                       o.row, o.calls, 1e-6 * o.bytes_per_call(), o.us_per_call(), o.us,
+                       100 * quotient(o.us, sum), o.floor_us, o.share_of_floor());
   }
   const auto line = [&](std::string_view name, double us) {
     out += fmt::format("{:<67}{:>10.1f}\n", name, us);

@@ -20,6 +20,11 @@ struct StepBytes {
   int64_t total() const { return dense + experts + kv; }
 };
 
+/// a / b, or 0 where there is no b: JSON has neither infinity nor NaN.
+constexpr double quotient(double a, double b) {
+  return b > 0 ? a / b : 0;
+}
+
 /// The calls of a step in one row of an operator that compute as much.
 struct StepOperator {
   std::string op, row;
@@ -28,8 +33,9 @@ struct StepOperator {
   double bytes = 0, floor_us = 0;  ///< of all of them
   int64_t flops = 0;               ///< of all of them
 
-  double us_per_call() const { return us / static_cast<double>(calls); }
-  double share_of_floor() const { return floor_us / us; }
+  double us_per_call() const { return quotient(us, static_cast<double>(calls)); }
+  double bytes_per_call() const { return quotient(bytes, static_cast<double>(calls)); }
+  double share_of_floor() const { return quotient(floor_us, us); }
 };
 
 /// Decode steps of one batch.
@@ -43,8 +49,8 @@ struct StepPoint {
   std::vector<StepOperator> operators;  ///< slowest first; empty unless they were asked for
 
   double operators_us() const;
-  double tokens_per_s() const { return 1e6 * static_cast<double>(batch) / median_us; }
-  double share_of_floor() const { return floor_us / median_us; }
+  double tokens_per_s() const { return quotient(1e6 * static_cast<double>(batch), median_us); }
+  double share_of_floor() const { return quotient(floor_us, median_us); }
 };
 
 struct StepOptions {

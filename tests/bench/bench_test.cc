@@ -321,6 +321,20 @@ TEST(Step, OperatorsStandBesideTheStep) {
   }
 }
 
+/// A clock may not move during a short call.
+TEST(Step, SharesOfNothingAreZero) {
+  StepReport report;
+  report.options.operators = true;
+  report.points = {
+      {.batch = 1, .floor_us = 5, .operators = {{.op = "linear", .row = "cpu.f32", .floor_us = 2}}}};
+  const nlohmann::ordered_json point = to_json(report)["points"][0], line = point["operators"][0];
+  for (const char* field : {"tokens_per_s", "share_of_floor"}) EXPECT_EQ(point[field], 0) << field;
+  for (const char* field : {"us_per_call", "share", "share_of_floor"}) EXPECT_EQ(line[field], 0) << field;
+  const std::string text = to_text(report);
+  EXPECT_EQ(text.find("inf"), std::string::npos) << text;
+  EXPECT_EQ(text.find("nan"), std::string::npos) << text;
+}
+
 TEST(Html, PrettyNumbers) {
   EXPECT_EQ(pretty(0.456), "0.46");
   EXPECT_EQ(pretty(12.34), "12.3");
