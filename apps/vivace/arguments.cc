@@ -581,9 +581,10 @@ void add_bench_step(CLI::App& bench, BenchStepArgs& a) {
   // Fewer have no tenth and no ninetieth percentile beside the median.
   integer(c, "--steps", 5, 1000000, "Steps that are timed, after a few that are not [64]",
           [&](int64_t n) { a.steps = n; });
-  c.add_flag("--operators", a.operators,
-             "Show where the time of a step goes: in more steps every operator call is timed by itself, beside\n"
-             "the least time that its bytes allow");
+  c.add_flag(
+      "--operators", a.operators,
+      "Show where the time of a step goes: in more steps every operator call is timed by itself, beside\n"
+      "the least time that its bytes allow");
   integer(c, "--seed", 0, kAny, "Of keys, values and draws [0]",
           [&](int64_t n) { a.seed = static_cast<uint64_t>(n); });
   filled(c, "--json", "FILE", "Write all results to this file; - is standard output", a.json_file);

@@ -333,8 +333,10 @@ FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {
   const auto part = [&](std::string_view name, const vivace_tensor& t) {
     return t.dtype == 0 ? Tensor() : reader.tensor(name, t);
   };
-  const int32_t weights = from.expert_count > 0 && from.experts != nullptr ? from.experts[0].gate.dtype : from.gate_up.dtype;
-  const bool quantises = from.x.dtype != VIVACE_FP8_E4M3 && weights == VIVACE_FP8_E4M3;  // before y is written
+  const int32_t weights =
+      from.expert_count > 0 && from.experts != nullptr ? from.experts[0].gate.dtype : from.gate_up.dtype;
+  const bool quantises =
+      from.x.dtype != VIVACE_FP8_E4M3 && weights == VIVACE_FP8_E4M3;  // before y is written
   return {.x = reader.tensor("x", from.x),
           .x_scale = reader.tensor("x_scale", from.x_scale),
           .gate_up = reader.tensor("gate_up", from.gate_up),

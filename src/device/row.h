@@ -60,7 +60,8 @@ struct Fp8Target {
 __device__ __forceinline__ Fp8Target fp8_target(fp8* y, int64_t y_stride, float* scales, int64_t scale_stride,
                                                 Fp8Scaling scaling, int64_t token) {
   const bool given = scaling == Fp8Scaling::tensor;
-  return {y + token * y_stride, given ? scales : scales + token * scale_stride, scaling, given ? *scales : 0.f};
+  return {y + token * y_stride, given ? scales : scales + token * scale_stride, scaling,
+          given ? *scales : 0.f};
 }
 
 /// Values that a lane holds, and lanes that share a made scale.
