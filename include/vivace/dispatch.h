@@ -65,7 +65,7 @@ struct RowCount {
   int64_t calls;
 };
 
-class CallObserver;
+class OperatorObserver;
 
 /// What a caller prefers, and how often each row ran. One object per engine; any thread may count.
 class Dispatch {
@@ -88,16 +88,14 @@ class Dispatch {
   /// Rows that ran at least once, in table order.
   std::vector<RowCount> counts() const;
 
-  /// For measurements: who sees each call; null: nobody. Set while no call runs.
-  void observe(CallObserver* observer) { observer_ = observer; }
-  CallObserver* observer() const { return observer_; }
-
   static constexpr int kMaxOps = 32, kMaxRows = 16;
 
  private:
+  friend OperatorObserver;  // of the library's own measurements: it sets and reads observer_
+
   std::map<std::string, std::string, std::less<>> preferences_;
   std::array<std::array<std::atomic<int64_t>, kMaxRows>, kMaxOps> counts_{};
-  CallObserver* observer_ = nullptr;
+  OperatorObserver* observer_ = nullptr;
 };
 
 }  // namespace vivace

@@ -116,10 +116,16 @@ Status refuse(const Operator<Args>& op, const Args& args, const Stream& stream) 
 }
 }  // namespace internal
 
-/// Sees the calls of a Dispatch one by one, in order; no call of an operator is inside another.
-class CallObserver {
+/// For measurements: sees the calls of a Dispatch one by one, in order; no call of an operator is inside another. While a
+/// Dispatch is observed, a single thread makes its calls: nothing here locks, though any thread may count.
+class OperatorObserver {
  public:
-  virtual ~CallObserver() = default;
+  virtual ~OperatorObserver() = default;
+  /// Shows the calls of `dispatch` to `observer` from now on; null: to nobody. While no call runs.
+  static void set(Dispatch& dispatch, OperatorObserver* observer) { dispatch.observer_ = observer; }
+  /// Who sees the calls of `dispatch`; null: nobody.
+  static OperatorObserver* of(const Dispatch& dispatch) { return dispatch.observer_; }
+
   /// Before a call that chose its row: on a CPU it runs next, on a GPU it is enqueued. `op` and `row` are positions in
   /// operators() and its rows. An error is the call's, which does not run then.
   virtual Status before(int op, int row, const Cost& cost, const Stream& stream) = 0;
@@ -135,7 +141,7 @@ Status run_counted(const Operator<Args>& op, const Row<Args>& row, const Args& a
   if (op_index < 0) return run();
   const int row_index = static_cast<int>(&row - op.rows.data());
   stream.dispatch->count(op_index, row_index);
-  CallObserver* observer = stream.dispatch->observer();
+  OperatorObserver* observer = OperatorObserver::of(*stream.dispatch);
   if (observer == nullptr) return run();
   VIVACE_TRY(observer->before(op_index, row_index, op.cost(args), stream));
   VIVACE_TRY(run());

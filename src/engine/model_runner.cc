@@ -185,7 +185,7 @@ void DecoderRunner::log_fallbacks(const std::function<void(const std::string&)>&
 
 void DecoderRunner::time_operators(OperatorTimes* times) {
   times_ = times;
-  dispatch_.observe(times);
+  OperatorObserver::set(dispatch_, times);
   replays_.clear();  // they have the events of the times before, or none
   ungraphed_.clear();
 }

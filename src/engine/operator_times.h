@@ -29,7 +29,7 @@ struct OperatorTime {
 ///
 /// The order is begin_step(), the calls, end_step(); begin_step() again voids the calls since. A step that replays calls
 /// which were captured has end_step() alone.
-class OperatorTimes final : public CallObserver {
+class OperatorTimes final : public OperatorObserver {
  public:
   /// For steps of at most `calls` calls; on a GPU it makes all events now, since a capture is no place for it.
   static Result<std::unique_ptr<OperatorTimes>> create(int64_t calls, const Stream& stream);

@@ -78,7 +78,7 @@ TEST(Dispatch, EveryListedOperatorHasItsIndex) {
 }
 
 /// Writes down what it sees; refuses when told to.
-struct Notes final : CallObserver {
+struct Notes final : OperatorObserver {
   std::vector<std::string> lines;
   Status answer;
 
@@ -100,7 +100,7 @@ TEST(Dispatch, AnObserverSeesListedCalls) {
   Dispatch account;
   ASSERT_TRUE(account.prefer("silu_mul=reference").ok());
   Notes notes;
-  account.observe(&notes);
+  OperatorObserver::set(account, &notes);
   Stream stream{.dispatch = &account};
   ASSERT_TRUE(dispatch(kOwn, args, stream).ok());
   EXPECT_TRUE(notes.lines.empty());
@@ -117,7 +117,8 @@ TEST(Dispatch, AnObserverSeesListedCalls) {
   EXPECT_EQ(y[0], 7) << "the call did not run";
   EXPECT_EQ(notes.lines.back(), "silu_mul reference 48");
 
-  account.observe(nullptr);
+  OperatorObserver::set(account, nullptr);
+  EXPECT_EQ(OperatorObserver::of(account), nullptr);
   ASSERT_TRUE(dispatch(kSiluMul, args, stream).ok());
   EXPECT_EQ(notes.lines.size(), 3u);
 }
