@@ -35,11 +35,22 @@ Status check_router_inputs(const std::string& path, const model::ModelConfig& co
   if (path.empty()) return {};
   if (!config.is_moe()) return invalid_argument("--router-inputs: the model has no routers");
   std::error_code ignored;
-  if (!std::filesystem::exists(path, ignored)) return {};
-  return invalid_argument("--router-inputs is '{}', needs a path where nothing is", path);
+  if (std::filesystem::exists(std::filesystem::symlink_status(path, ignored))) {
+    return invalid_argument("--router-inputs is '{}', needs a path where nothing is", path);
+  }
+  return check_writable(path).at("--router-inputs");  // said before the run, not after it
 }
 
-Result<model::ScoreResult> run_score(const ScoreArgs& args) {
+void print(const model::ScoreResult& result, bool json) {
+  if (json) {
+    print_json({{"perplexity", result.perplexity}, {"tokens", result.tokens}});
+  } else {
+    write_out(fmt::format("perplexity {:.4f} over {} prediction{}\n", result.perplexity, result.tokens,
+                          result.tokens == 1 ? "" : "s"));
+  }
+}
+
+Status run_score(const ScoreArgs& args) {
   const EngineOptions& o = args.engine;
   VIVACE_TRY_ASSIGN(const auto compute, engine::Compute::create(o.device, o.threads));
   VIVACE_TRY_ASSIGN(const ModelFiles files, open_model_files(o.model));
@@ -69,24 +80,19 @@ Result<model::ScoreResult> run_score(const ScoreArgs& args) {
   };
   model::RouterInputs router_inputs(stream);
   if (!args.router_inputs.empty()) model->observe_calls(router_inputs.observer());
-  auto result = model::score(*model, ids, score_options, stream);
+  const auto result = model::score(*model, ids, score_options, stream);
   line.finish();
-  if (result.ok() && !args.router_inputs.empty()) VIVACE_TRY(router_inputs.write(args.router_inputs));
-  return result;
+  VIVACE_TRY(result.status());
+  print(*result, args.json);  // whatever becomes of the file
+  return args.router_inputs.empty() ? Status()
+                                    : router_inputs.write(args.router_inputs).at("--router-inputs");
 }
 
 }  // namespace
 
 int run(const ScoreArgs& args) {
-  const Result<model::ScoreResult> result = guarded("score", [&] { return run_score(args); });
-  if (!result.ok()) return fail(result.status());
-  if (args.json) {
-    print_json({{"perplexity", result->perplexity}, {"tokens", result->tokens}});
-  } else {
-    write_out(fmt::format("perplexity {:.4f} over {} prediction{}\n", result->perplexity, result->tokens,
-                          result->tokens == 1 ? "" : "s"));
-  }
-  return 0;
+  const Status status = guarded("score", [&] { return run_score(args); });
+  return status.ok() ? 0 : fail(status);
 }
 
 }  // namespace vivace::cli

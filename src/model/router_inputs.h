@@ -15,7 +15,7 @@ namespace vivace::model {
 /// scores. Takes tokens * hidden elements for each sparse layer. It must outlive the model's use of its observer.
 class RouterInputs {
  public:
-  /// `stream` is the one that steps run on.
+  /// `stream` is the one that steps run on; it is copied, but what it points to (threads, a dispatch) must outlive this.
   explicit RouterInputs(const Stream& stream) : stream_(stream) {}
 
   /// For Model::observe_calls(). On a GPU each router is waited for.
@@ -33,7 +33,7 @@ class RouterInputs {
   };
   Status see(int64_t layer, const Tensor& x);
 
-  const Stream& stream_;
+  Stream stream_;
   std::map<int64_t, Rows> layers_;
 };
 

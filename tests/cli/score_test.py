@@ -6,7 +6,7 @@ import pathlib
 import struct
 import tempfile
 
-from vivace import Case, HY3, QWEN, SMOLLM2, main
+from vivace import Case, HY3, QWEN, SMOLLM2, main, vivace
 
 
 def safetensors(path):
@@ -58,10 +58,26 @@ class Score(Case):
                     mean = sum((x / w) ** 2 for x, w in zip(values[row:row + 256], weight)) / 256
                     self.assertLess(abs(mean - 1), 1e-3, (name, row))
             self.fails(2, f"--router-inputs is '{file}', needs a path where nothing is", *score, "--router-inputs", file)
-            self.fails(1, "/nowhere/inputs", *score, "--router-inputs", "/nowhere/inputs")
+            link = pathlib.Path(folder) / "link"
+            link.symlink_to("/nowhere")
+            self.fails(2, f"--router-inputs is '{link}', needs a path where nothing is", *score, "--router-inputs", link)
+            # Said before the text is even opened.
+            for path in ("/nowhere/inputs", folder + "/missing/inputs"):
+                self.fails(1, f"--router-inputs: {path}: cannot be written: No such file", "score", "--model", QWEN,
+                           "--text-file", "/nowhere/text.txt", "--window", 64, "--router-inputs", path)
+            self.assertEqual(sorted(path.name for path in pathlib.Path(folder).iterdir()), ["inputs.safetensors", "link"])
         if SMOLLM2.exists():
             self.fails(2, "--router-inputs: the model has no routers", "score", "--model", SMOLLM2, "--text-file", QWEN / "sample.txt",
                        "--window", 64, "--router-inputs", "/nowhere/inputs")
+
+    def test_inputs_of_routers_that_do_not_fit_on_the_disk(self):
+        """The perplexity is said all the same."""
+        score = ["score", "--model", QWEN, "--text-file", QWEN / "sample.txt", "--window", 64, "--max-windows", 2]
+        with tempfile.TemporaryDirectory() as folder:
+            run = vivace(*score, "--router-inputs", folder + "/inputs", max_file_bytes=65536)
+        self.assertEqual(run.code, 1)
+        self.assertIn("inputs: cannot be written: File too large", run.err)
+        self.assertEqual(run.text, self.ok(*score).text)
 
     def test_failures(self):
         base = ["score", "--model", QWEN, "--window", 128]

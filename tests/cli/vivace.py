@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import resource
+import signal
 import subprocess
 import sys
 import unittest
@@ -33,8 +35,13 @@ class Run:
         return json.loads(self.text)
 
 
-def vivace(*args, timeout=300):
-    done = subprocess.run([BINARY, *map(os.fspath, map(str, args))], capture_output=True, timeout=timeout, check=False)
+def vivace(*args, timeout=300, max_file_bytes=None):
+    def limit():  # the write fails instead of ending the program
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+    done = subprocess.run([BINARY, *map(os.fspath, map(str, args))], capture_output=True, timeout=timeout, check=False,
+                          preexec_fn=None if max_file_bytes is None else limit)
     return Run(done.returncode, done.stdout, done.stderr.decode("utf-8", "replace"))
 
 
