@@ -199,6 +199,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.p
 _capsule_name = ctypes.pythonapi.PyCapsule_GetName
 _capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
 _VERSIONED = struct.Struct("=IIQQQ")  # version, context, deleter, flags; then the tensor
+_DEVICE = struct.Struct("=ii")  # kind, ordinal
 _READ_ONLY, _IS_COPIED = 1, 2
 
 
@@ -238,8 +239,15 @@ def _exported(array: Any, options: dict[str, Any]) -> tuple[Any, _DLTensor, int]
 
 def _dlpack_device(array: Any) -> tuple[int, int]:
     """Of an array that does not say, the CPU."""
-    ask = getattr(array, "__dlpack_device__", None)
-    return (_DL_CPU, 0) if ask is None else ask()
+    try:
+        ask = getattr(array, "__dlpack_device__", None)
+        found = (_DL_CPU, 0) if ask is None else ask()
+    except Exception as error:  # of a library of which nothing is known
+        raise TypeError(f"{AN_ARRAY} does not come by DLPack: its __dlpack_device__ ends in {type(error).__name__}: {error}") from None
+    try:
+        return _DEVICE.unpack(_DEVICE.pack(*found))
+    except (TypeError, struct.error):
+        raise TypeError(f"{AN_ARRAY} does not come by DLPack: its __dlpack_device__ returns {shown(found)}, needs two whole numbers") from None
 
 
 def _describe_dlpack(array: Any) -> Described:
@@ -365,6 +373,14 @@ def place_of(array: Any) -> tuple[int, ...] | None:
 
 def empty(like: Any, shape: Sequence[int], dtype: str) -> Any:
     return framework_of(like).empty(like, shape, dtype)
+
+
+def beside(*arrays: Any) -> Any:
+    """The first of them that memory is allocated beside, or the last."""
+    for array in arrays:
+        if framework_of(array) is not DLPACK:
+            return array
+    return arrays[-1]
 
 
 def clear(made: Any) -> None:

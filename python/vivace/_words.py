@@ -10,7 +10,7 @@ import operator
 import re
 from typing import Any, Callable, Mapping
 
-from ._arrays import AN_ARRAY, DTYPES, NOTHING_BESIDE, Shape, framework_of, shape_of, shown, traced
+from ._arrays import AN_ARRAY, DLPACK, DTYPES, FRAMEWORKS, NOTHING_BESIDE, Shape, framework_of, shape_of, shown, traced
 
 REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 
@@ -49,8 +49,8 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
             return wrong
     if text.startswith(NOTHING_BESIDE):
         missing = [f"{name} is not given, and " for name in _MADE if name in parameters and given.get(name) is None]
-        beside = [f"{name} is of another library: " for name, value in given.items() if hasattr(value, "__dlpack__")]
-        return TypeError(f"{place}: {(missing + beside)[0]}{text.removeprefix('vivace: ')}")
+        beside = [f"{name} is of another library: " for name, value in given.items() if FRAMEWORKS.get(type(value)) is DLPACK]
+        return TypeError(f"{place}: {(missing + beside + [''])[0]}{text.removeprefix('vivace: ')}")
     if not seen:
         for name, count in dims.items():
             shape = tuple(shape_of(given[name]))

@@ -593,7 +593,7 @@ def decode_attention(q: Array, k: Array, v: Array, page_table: Array, kv_lengths
     scales = {name: options.get(name) for name in ("q_scale", "k_scale", "v_scale")}
     params = attention_decode_schedule_params(q, k, page_table, max_query_tokens=max_query_tokens, window=window, piece_tiles=piece_tiles,
                                               **scales)
-    schedule = empty(q, (decode_schedule_ints(shape_of(kv_lengths)[0], params.workers),), "i32")
+    schedule = empty(_arrays.beside(kv_lengths, q), (decode_schedule_ints(shape_of(kv_lengths)[0], params.workers),), "i32")
     decode_schedule(kv_lengths, query_start, params, out=schedule)
     return attention_decode(q, k, v, page_table, kv_lengths, query_start, schedule, params, max_query_tokens=max_query_tokens,
                             window=window, **options)

@@ -16,7 +16,7 @@ package.need("numpy", "vivace")
 import cases  # noqa: E402
 import numpy as np  # noqa: E402
 import vivace  # noqa: E402
-from vivace import _arrays, _library  # noqa: E402
+from vivace import _arrays, _library, _words  # noqa: E402
 
 CASES = cases.cases()
 
@@ -305,6 +305,56 @@ class Arrays(unittest.TestCase):
                 ("vivace.empty_scale: like is of another library: nothing is allocated beside", vivace.empty_scale, (Bare(x), (3, 64), "token"))):
             with self.subTest(message), self.assertRaisesRegex(TypeError, f"^{message}"):
                 call(*args)
+
+    def test_a_device_of_dlpack_that_is_none(self):
+        x, weight = np.ones((3, 64), "float32"), np.ones(64, "float32")
+
+        class Placed(Bare):
+            def __init__(self, array, given):
+                super().__init__(array)
+                self.given = given
+
+            def __dlpack_device__(self):
+                if isinstance(self.given, Exception):
+                    raise self.given
+                return self.given
+
+        out = np.zeros_like(x)
+        vivace.rms_norm(x, Placed(weight, (np.int64(1), 0)), out=out)
+        self.assertTrue(np.array_equal(out, vivace.rms_norm(x, weight)))
+        for given, message in ((RuntimeError("no"), "ends in RuntimeError: no"), (BufferError("busy"), "ends in BufferError: busy"),
+                               (None, "returns None, needs two whole numbers"), (1, "returns 1, needs"), ((1,), r"returns \(1,\), needs"),
+                               ((1, 0, 0), r"returns \(1, 0, 0\), needs"), (("cpu", 0), r"returns \('cpu', 0\), needs"),
+                               ((2, 2**40), r"returns \(2, 1099511627776\), needs")):
+            for name, args in (("x", (Placed(x, given), weight)), ("weight", (x, Placed(weight, given)))):
+                for call in (vivace.rms_norm, vivace.rms_norm.explain):
+                    with self.subTest(given=given, name=name), self.assertRaisesRegex(
+                            TypeError, f"^rms_norm: {name} does not come by DLPack: its __dlpack_device__ {message}"):
+                        call(*args, out=out)
+            with self.subTest(given=given), self.assertRaisesRegex(TypeError, f"^prepare_router_weight: weight .*__dlpack_device__ {message}"):
+                vivace.prepare_router_weight(Placed(x, given))
+
+    def test_a_schedule_lies_beside_whoever_has_room(self):
+        q, k, v = (np.random.default_rng(4).standard_normal(shape).astype("float32") for shape in ((2, 8, 64), (8, 16, 1, 64), (8, 16, 1, 64)))
+        pages, lengths, start = np.array([[1, 0], [4, 7]], "int32"), np.array([3, 20], "int32"), np.array([0, 1, 2], "int32")
+        expected, out, workspace = vivace.decode_attention(q, k, v, pages, lengths, start), np.zeros_like(q), np.zeros(1 << 20, "uint8")
+        for query, many in ((Bare(q), lengths), (q, Bare(lengths))):
+            out[:] = 0
+            vivace.decode_attention(query, k, v, pages, many, start, out=out, workspace=workspace)
+            self.assertTrue(np.array_equal(out, expected))
+        with self.assertRaisesRegex(TypeError, "^decode_attention: q is of another library: nothing is allocated beside a __main__.Bare"):
+            vivace.decode_attention(Bare(q), k, v, pages, Dlpack(lengths), start, out=out)
+
+    def test_who_has_no_room_beside_it(self):
+        x = np.ones(4, "float32")
+
+        @_words.worded("f")
+        def f(first, second):
+            return _arrays.empty(second[0] if isinstance(second, list) else second, (1,), "f32")
+
+        for second, message in ((Bare(x), "second is of another library: nothing"), ([Bare(x)], "nothing")):
+            with self.subTest(message), self.assertRaisesRegex(TypeError, f"^f: {message} is allocated beside a __main__.Bare, which has DLPack alone$"):
+                f(x, second)
 
     def test_dlpack_with_versions(self):
         """Flags of version 1 are honoured, and what a capsule holds lives until the call returns."""
