@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import struct
 import tempfile
 import unittest
 from unittest import mock
@@ -33,10 +34,28 @@ def run(*args):
 
 @contextlib.contextmanager
 def poisoned(name, by):
-    """The tool, with another way in the place of one."""
+    """The tool, with another way in the place of one: that of this name, or what this makes of a weight."""
     real = tool.scorers
-    with mock.patch.object(tool, "scorers", lambda weight: {**real(weight), name: real(weight)[by]}):
+    with mock.patch.object(tool, "scorers", lambda weight: {**real(weight), name: by(weight) if callable(by) else real(weight)[by]}):
         yield
+
+
+@contextlib.contextmanager
+def qwen(rename=("", ""), without=(), **config):
+    """A copy of the model: one part of its tensors' names by another, keys of config.json left out or changed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for file in QWEN.iterdir():
+            if file.name not in ("config.json", "model.safetensors"):
+                (folder / file.name).symlink_to(file)
+        values = {**json.loads((QWEN / "config.json").read_text()), **config}
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in values.items() if key not in without}))
+        data = (QWEN / "model.safetensors").read_bytes()
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+        header = data[8:end].replace(rename[0].encode(), rename[1].encode()) if rename[0] else data[8:end]
+        header = header.ljust(-(-len(header) // 8) * 8)
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data[end:])
+        yield folder
 
 
 class Given:
@@ -108,6 +127,13 @@ class Random(unittest.TestCase):
             self.assertLess(row["exact"], row["two_term"])
             self.assertLess(row["two_term"], 5e-3)
 
+    def test_errors_have_room_with_one_token(self):
+        for tokens, exact, failures in ((1, 2.4, 0), (1, 3.1, 1), (1, float("nan"), 1), (4, 2.0, 0), (4, 2.1, 1)):
+            report = tool.Report()
+            with self.subTest(tokens=tokens, exact=exact), contextlib.redirect_stdout(io.StringIO()):
+                report.errors("qwen3", tokens, {"exact": exact, "two_term": 160.0, "fp32": 2.0})
+                self.assertEqual(len(report.failures), failures)
+
     def test_errors_can_fail(self):
         with poisoned("exact", "two_term"):
             code, found, errors = run(*self.ERRORS)
@@ -131,10 +157,31 @@ class OfAModel(unittest.TestCase):
         self.assertEqual(tokens, {"layer 0": 192, "layer 1": 192, "layer 2": 192, "layer 3": 189})
 
     def test_it_can_fail(self):
-        with poisoned("exact", "bf16"):
+        with poisoned("exact", lambda weight: tool.Torch(weight.flip(1))):  # nearly all choices are others
             code, found, errors = run(*self.ARGS)
-        self.assertEqual(code, 1, errors)
-        self.assertIn("bf16 weight: exact chooses others for ", errors)
+        self.assertEqual((code, len(found["failures"])), (1, 4), errors)
+        self.assertIn("layer 3, bf16 weight: exact chooses others for ", errors)
+
+    def test_names_of_hy3(self):
+        with qwen(("mlp.gate.weight", "mlp.router.gate.weight")) as folder:
+            code, found, errors = run("--model", folder, *self.ARGS[2:], "--windows", 1)
+        self.assertEqual((code, found["failures"]), (0, []), errors)
+        self.assertEqual({row["router"] for row in found["agreement"]}, {f"layer {n}" for n in range(4)})
+
+
+class Refused(unittest.TestCase):
+    def test_before_anything_is_scored(self):
+        for options, message in (({"without": ["num_experts_per_tok"]}, "config.json has no num_experts_per_tok"),
+                                 ({"n_group": 2}, "config.json has n_group = 2, which takes part in the choice, which is by scores alone here"),
+                                 ({"num_expert_group": 4}, "config.json has num_expert_group = 4"),
+                                 ({"rename": ("mlp.gate.weight", "mlp.wg.weight")}, r"no \*.safetensors has model.layers.N.mlp.gate.weight or "),
+                                 ({"rename": ("0.mlp.gate.weight\":{\"dtype\":\"BF16", "0.mlp.gate.weight\":{\"dtype\":\"I16")},
+                                  "model.layers.0.mlp.gate.weight is of another type than F32, BF16, F16")):
+            with self.subTest(message), qwen(**options) as folder, mock.patch.object(tool.subprocess, "run", side_effect=AssertionError):
+                with self.assertRaisesRegex(SystemExit, f"^{folder}: {message}"):
+                    tool.main(["--device", "cpu", "--model", str(folder), "--text", str(QWEN / "sample.txt")])
+        with self.assertRaisesRegex(SystemExit, "config.json cannot be read: .*No such file"):
+            tool.main(["--device", "cpu", "--model", str(package.ROOT), "--text", str(QWEN / "sample.txt")])
 
     def test_a_choice_by_more_than_scores(self):
         hy3 = package.ROOT / "tests" / "data" / "tiny-hy3"
