@@ -13,7 +13,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int kMaxDepth = 64;
-constexpr size_t kLongestKey = 80, kLongestPath = 200;  // in messages
+constexpr size_t kLongestKey = 80, kLongestPath = 200, kLongestReason = 240;  // in messages
 
 struct Refused : std::exception {
   Refused(JsonFault fault, std::string why) : fault(std::move(fault)), why(std::move(why)) {}
@@ -130,6 +130,9 @@ Result<json> parse_json_object(std::string_view place, std::string_view text, in
   };
   if (text.find_first_not_of(" \t\r\n") == text.npos)
     return refused({{.kind = JsonFault::Kind::empty}, "is empty, needs a JSON object"});
+  if (const size_t nul = text.find('\0'); nul != text.npos)  // where the parser would take the text to end
+    return refused(
+        {{.kind = JsonFault::Kind::syntax}, fmt::format("has a NUL at byte {}, which is no JSON", nul)});
   try {
     // The parser copies its callback, which is why the guard is referred to.
     json value = json::parse(text, [&guard](int depth, json::parse_event_t event, json& parsed) {
@@ -147,8 +150,11 @@ Result<json> parse_json_object(std::string_view place, std::string_view text, in
     const std::string_view what(e.what());
     const std::string_view context = what.substr(0, what.find(" - "));
     const bool value = context.find("while parsing value") != context.npos;  // not between values
+    constexpr std::string_view kBegin = "parse error at ";  // behind the library's name for it
+    const size_t begin = what.find(kBegin);
+    const std::string_view why = begin == what.npos ? what : what.substr(begin + kBegin.size());
     return refused({guard.fault(JsonFault::Kind::syntax, value ? guard.levels() : 0),
-                    fmt::format("is not valid JSON: {}", what.substr(0, 200))});
+                    fmt::format("is not valid JSON: {}", why.substr(0, kLongestReason))});
   } catch (const Refused& refusal) {
     return refused(refusal);
   }

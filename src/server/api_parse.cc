@@ -460,7 +460,10 @@ ApiError unread(ApiKind kind, const model::JsonFault& fault, std::string message
             .code = "invalid_json"};
   if (fault.kind == number && !fault.path.empty())
     return {.message = message.substr(kPlace.size()), .param = fault.path, .code = "invalid_value"};
-  return {.message = std::move(message), .param = fault.field, .code = "invalid_json"};
+  if (fault.path.empty()) message.erase(kPlace.size() - 2, 1);  // "the body is ..."
+  return {.message = std::move(message),
+          .param = fault.path.empty() ? fault.field : fault.path,
+          .code = "invalid_json"};
 }
 
 }  // namespace

@@ -373,7 +373,8 @@ TEST(Api, BodiesThatAreNoJsonObjects) {
        {std::string(), std::string("{"), std::string("[]"), std::string("null"), std::string("\xff\xfe"),
         std::string(R"({"prompt":"a","prompt":"b"})"), std::string("{\"prompt\":\"\xe6\x97\"}"), deep,
         R"({"prompt":)" + deep + "}", std::string("1e999"), std::string("{}x"),
-        std::string("{\"prompt\":\"a\0\"}", 15),
+        std::string("{\"prompt\":\"a\0\"}", 15), std::string("{\"prompt\":\"a\"}\0{{", 17),
+        std::string("\0{}", 3),
         // The parser quotes the text where it ends, here in its own words.
         std::string(R"({"while parsing value)"), std::string(R"({"a":1,"while parsing value)"),
         std::string(R"({"while parsing value - )")}) {
@@ -429,10 +430,10 @@ TEST(Api, FieldsThatAreNoJsonAreNamed) {
   for (const auto& [body, param, message] : std::vector<std::tuple<std::string, std::string, std::string>>{
            {completion(R"("stop":)" + deep), "stop", "the body: stop is nested deeper than 64 levels"},
            {completion(R"("top_p":NaN)"), "top_p", "the body: top_p is not valid JSON: "},
-           {completion(R"("stop":["a",Infinity])"), "stop", "the body: stop[1] is not valid JSON: "},
+           {completion(R"("stop":["a",Infinity])"), "stop[1]", "the body: stop[1] is not valid JSON: "},
            {completion("\"suffix\":\"\xff\""), "suffix", "the body: suffix is not valid JSON: "},
-           {completion(R"("top_p")"), "", "the body: is not valid JSON: "},
-           {completion(R"("prompt":"b")"), "prompt", "the body: has the key 'prompt' twice"},
+           {completion(R"("top_p")"), "", "the body is not valid JSON: "},
+           {completion(R"("prompt":"b")"), "prompt", "the body has the key 'prompt' twice"},
            {completion(R"("logit_bias":{"1":2,"1":2})"), "logit_bias",
             "the body: logit_bias has the key '1' twice"}}) {
     const ApiError error = refused(ApiKind::completions, body);
