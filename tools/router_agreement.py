@@ -16,11 +16,17 @@ bf16             inputs and weight rounded to bf16, the rest as fp32
 
 `other` are the tokens whose set of experts, chosen by route_top_k, is not float64's. Each falls short there: its worst expert's score in
 float64 is below that of the last one chosen. `units` is the largest shortfall, in units of fp32 rounding, 2^-23 of the larger of both.
-Below two, one for each score, fp32 cannot tell them apart: `excused`. The exit code is 1 if one of exact is not excused, or if its mean
-error is above fp32's, for 1 token above 1.5 of it: there cuBLAS's fp32 is at its most accurate, for qwen3 1.2 times as accurate as exact.
+Below two, one for each score, fp32 cannot tell them apart: `excused`.
+
+The exit code is 1 if one of exact is not excused, or if its mean error is above fp32's, for 1 token above 1.5 of it: there cuBLAS's fp32
+is at its most accurate, for qwen3 1.2 times as accurate as exact. It is 2 if there is no verdict: for arguments and files that are
+refused, packages that are missing and programs that fail.
 """
 
+from __future__ import annotations
+
 import argparse
+import importlib
 import json
 import mmap
 import pathlib
@@ -30,10 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
-
-import torch
-import vivace
+import traceback
+from typing import Any, Callable, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 UNIT, EXCUSED_UNITS = 2.0**-23, 2.0
@@ -41,8 +45,22 @@ TOKENS_OF_A_WEIGHT = 1 << 18  # then another is drawn
 ERROR_OF_FP32 = {1: 1.5}  # by number of tokens, else 1: how much of fp32's error exact may have
 SCORES_ALONE = "takes part in the choice, which is by scores alone here"
 ROUTER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.mlp\.(?:router\.)?gate\.weight")
-TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-NAMES = {dtype: name.lower() for name, dtype in TYPES.items()}
+TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+NAMES = {f"torch.{dtype}": name.lower() for name, dtype in TYPES.items()}
+PACKAGES = {"torch": "python3 -m pip install torch", "vivace": "./run wheel && python3 -m pip install build/wheel/vivace-*.whl"}
+
+
+class Fault(Exception):
+    """Why there is no verdict."""
+
+
+def import_packages():
+    """Makes torch and vivace names of this module, once the arguments are read: --help needs neither."""
+    for name, install in PACKAGES.items():
+        try:
+            globals()[name] = importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            raise Fault(f"{sys.executable} cannot import {name}: {error}\nTo install it: {install}") from None
 
 
 class Router(NamedTuple):
@@ -71,12 +89,13 @@ class Ours:
 class Torch:
     """torch's product in fp32, or in tf32."""
 
-    def __init__(self, weight, tf32=False, rounded_to=torch.float32):
-        self.weight, self.tf32, self.rounded_to = weight.to(rounded_to).float().t(), tf32, rounded_to
+    def __init__(self, weight, tf32=False, bf16=False):
+        self.tf32, self.rounded = tf32, torch.Tensor.bfloat16 if bf16 else torch.Tensor.float
+        self.weight = self.rounded(weight).float().t()
 
     def __call__(self, x):
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        return x.to(self.rounded_to).float() @ self.weight
+        return self.rounded(x).float() @ self.weight
 
     def row(self, x):
         return "torch"
@@ -89,7 +108,7 @@ def scorers(weight):
              "two_term": Ours(vivace.prepare_router_weight(weight, mode="two_term")), "fp32": Torch(weight)}
     if weight.is_cuda:
         found["tf32"] = Torch(weight, tf32=True)
-    found["bf16"] = Torch(weight, rounded_to=torch.bfloat16)
+    found["bf16"] = Torch(weight, bf16=True)
     return found
 
 
@@ -160,6 +179,24 @@ ERRORS_OF = ("exact", "two_term", "fp32")
 ERRORS_HEAD = f"{'router':<14}{'tokens':>7}" + "".join(f"{name:>11}" for name in ERRORS_OF) + f"{'exact/fp32':>12}"
 
 
+class Progress:
+    """Lines on standard error: one at the start, then one every few seconds with how long the rest may take, and one at the end."""
+
+    SECONDS = 5.0
+
+    def __init__(self, what, total, unit):
+        self.what, self.of, self.total, self.start, self.said = what, f"of {total:,} {unit}", total, time.monotonic(), 0.0
+        self(0)
+
+    def __call__(self, done):
+        now = time.monotonic()
+        if 0 < done < self.total and now - self.said < self.SECONDS:
+            return
+        self.said, spent = now, now - self.start
+        left = f", about {spent * (self.total / done - 1):.0f} s left" if 0 < done < self.total else ""
+        print(f"{self.what}: {done:,} {self.of}, {spent:.1f} s{left}", file=sys.stderr, flush=True)
+
+
 def chunk_tokens(device):
     return 16384 if device == "cuda" else 4096
 
@@ -170,7 +207,7 @@ def draw(shape, generator, dtype):
 
 def random_agreement(name, tokens, device, report):
     """Both weights of a router over the same tokens, which are drawn once."""
-    router, start = ROUTERS[name], time.monotonic()
+    router, progress = ROUTERS[name], Progress(name, tokens, "tokens")
     generator = torch.Generator(device).manual_seed(1)
     ways, counts = {}, {"f32": {}, "bf16": {}}
     for begin in range(0, tokens, TOKENS_OF_A_WEIGHT):
@@ -183,7 +220,7 @@ def random_agreement(name, tokens, device, report):
             x = draw((min(end - at, chunk_tokens(device)), router.hidden), generator, torch.bfloat16)
             for weight, (reference, scored) in ways.items():
                 count_choices(x, reference, scored, router.top_k, counts[weight])
-        print(f"{name}: {end:,} of {tokens:,} tokens, {time.monotonic() - start:.1f} s", file=sys.stderr)
+            progress(at + len(x))
     for weight, found in counts.items():
         report.agreement(name, weight, found)
 
@@ -198,7 +235,7 @@ def count_choices(x, reference, scored, top_k, counts):
 
 def random_errors(name, token_counts, seeds, device, report):
     """A call of `count` tokens gets the first of those that a seed draws."""
-    router, start = ROUTERS[name], time.monotonic()
+    router, progress = ROUTERS[name], Progress(name, seeds, "seeds")
     sums = {tokens: dict.fromkeys(ERRORS_OF, 0.0) for tokens in token_counts}
     for seed in range(seeds):
         generator = torch.Generator(device).manual_seed(seed)
@@ -208,25 +245,35 @@ def random_errors(name, token_counts, seeds, device, report):
         for tokens in token_counts:
             for way in ERRORS_OF:
                 sums[tokens][way] += (scored[way](x[:tokens]).double() - reference[:tokens]).abs().max().item()
-    print(f"{name}: {seeds} seeds, {time.monotonic() - start:.1f} s", file=sys.stderr)
+        progress(seed + 1)
     for tokens, found in sums.items():
         report.errors(name, tokens, {way: value / seeds for way, value in found.items()})
 
 
 def tensors_of(path):
     """The tensors of a safetensors file by name, in its memory; None for one of another type."""
-    with open(path, "rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    end = 8 + struct.unpack("<Q", data[:8])[0]
-    for name, tensor in json.loads(data[8:end]).items():
-        if name == "__metadata__":
-            continue
-        if (dtype := TYPES.get(tensor["dtype"])) is None:
-            yield name, None
-        else:
+    try:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+        if end > len(data):
+            raise ValueError(f"its header would end at byte {end:,} of {len(data):,}")
+        for name, tensor in json.loads(data[8:end]).items():
+            if name == "__metadata__":
+                continue
             begin, stop = tensor["data_offsets"]
+            if end + stop > len(data):
+                raise ValueError(f"{name} would end at byte {end + stop:,} of {len(data):,}")
+            if tensor["dtype"] not in TYPES:
+                yield name, None
+                continue
+            dtype = getattr(torch, TYPES[tensor["dtype"]])
             values = torch.frombuffer(data, dtype=dtype, count=(stop - begin) // dtype.itemsize, offset=end + begin)
             yield name, values.view(tensor["shape"])
+    except OSError as error:
+        raise Fault(f"{path} cannot be read: {error.strerror}") from None
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, struct.error) as error:
+        raise Fault(f"{path} is no safetensors file, or was cut: {error}") from None
 
 
 def chosen_experts(folder):
@@ -234,13 +281,18 @@ def chosen_experts(folder):
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        sys.exit(f"{folder}: config.json cannot be read: {error}")
+        raise Fault(f"{folder}: config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise Fault(f"{folder}: config.json is no object")
     for key in ("n_group", "topk_group", "num_expert_group"):
-        if (config.get(key) or 1) > 1:
-            sys.exit(f"{folder}: config.json has {key} = {config[key]}, which {SCORES_ALONE}")
-    if not config.get("num_experts_per_tok"):
-        sys.exit(f"{folder}: config.json has no num_experts_per_tok")
-    return config["num_experts_per_tok"]
+        if config.get(key) not in (None, 0, 1):
+            raise Fault(f"{folder}: config.json has {key} = {config[key]}, which {SCORES_ALONE}")
+    if "num_experts_per_tok" not in config:
+        raise Fault(f"{folder}: config.json has no num_experts_per_tok")
+    top_k = config["num_experts_per_tok"]
+    if not isinstance(top_k, int) or top_k < 1:
+        raise Fault(f"{folder}: config.json has num_experts_per_tok = {json.dumps(top_k)}, needs at least 1")
+    return top_k
 
 
 def router_weights(folder):
@@ -249,14 +301,33 @@ def router_weights(folder):
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in tensors_of(file):
             if "expert_bias" in name or "e_score_correction_bias" in name:
-                sys.exit(f"{folder}: {name} {SCORES_ALONE}")
+                raise Fault(f"{folder}: {name} {SCORES_ALONE}")
             if match := ROUTER_WEIGHT.fullmatch(name):
                 if tensor is None:
-                    sys.exit(f"{folder}: {name} is of another type than {', '.join(TYPES)}")
+                    raise Fault(f"{folder}: {name} is of another type than {', '.join(TYPES)}")
                 found[int(match[1])] = tensor
     if not found:
-        sys.exit(f"{folder}: no *.safetensors has model.layers.N.mlp.gate.weight or model.layers.N.mlp.router.gate.weight")
+        raise Fault(f"{folder}: no *.safetensors has model.layers.N.mlp.gate.weight or model.layers.N.mlp.router.gate.weight")
     return found
+
+
+def score(command):
+    """What a call of `vivace score --json` says."""
+    command = list(map(str, command))
+    print(" ".join(command), file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace")
+    except OSError as error:
+        raise Fault(f"--program {command[0]} cannot be run: {error.strerror}") from None
+    printed = f"on standard output: {done.stdout[:500]!r}"
+    if done.returncode:
+        raise Fault(f"{command[0]} score ended with exit code {done.returncode}; {printed}")
+    try:
+        result = json.loads(done.stdout)
+        float(result["perplexity"]), int(result["tokens"])
+    except (KeyError, TypeError, ValueError):
+        raise Fault(f"{command[0]} score gave no perplexity; {printed}") from None
+    return result
 
 
 def model_agreement(args, report):
@@ -268,10 +339,7 @@ def model_agreement(args, report):
             command = [args.program, "score", "--model", args.model, "--text-file", args.text, "--window", args.window,
                        "--device", args.device, "--router-mode", mode, "--json", *(("--max-windows", args.windows) if args.windows else ()),
                        *(("--router-inputs", file) if mode == "exact" else ())]
-            scored = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE)
-            if scored.returncode:
-                sys.exit(f"it was called as {' '.join(map(str, command))}")
-            report.perplexity(mode, json.loads(scored.stdout))
+            report.perplexity(mode, score(command))
         print(AGREEMENT_HEAD)
         for name, inputs in tensors_of(file):
             layer = int(name.split(".")[2])
@@ -279,7 +347,65 @@ def model_agreement(args, report):
             reference, scored, counts = weight.double().t(), scorers(weight), {}
             for x in inputs.split(chunk_tokens(args.device)):
                 count_choices(x.to(args.device), reference, scored, top_k, counts)
-            report.agreement(f"layer {layer}", NAMES[weight.dtype], counts)
+            report.agreement(f"layer {layer}", NAMES[str(weight.dtype)], counts)
+
+
+def check_writable(path):
+    """Says before the run what would be found after it. A file that is there stays as it is, one that is not does not stay."""
+    if path.is_fifo():
+        return  # whose reader would take the end of this for the end of all
+    try:
+        there = path.exists()
+        with open(path, "ab") as file:
+            file.write(b"\n" if path.is_char_device() else b"")
+        if not there:
+            path.resolve().unlink()
+    except OSError as error:
+        raise Fault(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def at_least_1(text):
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least 1")
+    return int(text)
+
+
+def at_least_1_each(text):
+    return list(dict.fromkeys(map(at_least_1, text.split(","))))
+
+
+def router_names(text):
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in ROUTERS:
+            raise argparse.ArgumentTypeError(f"'{name}' is no router, needs some of {', '.join(ROUTERS)}")
+    return names
+
+
+class Option(NamedTuple):
+    """What some modes take and the others refuse."""
+
+    modes: tuple
+    type: Callable[[str], Any]
+    metavar: str
+    default: Any
+    help: str
+
+    def where(self):
+        return " and ".join(f"--{mode}" for mode in self.modes)
+
+
+OPTIONS = {
+    "text": Option(("model",), pathlib.Path, "FILE", None, "what the model reads"),
+    "routers": Option(("agreement", "errors"), router_names, "NAME[,...]", list(ROUTERS), f"some of {', '.join(ROUTERS)}; default: all"),
+    "tokens": Option(("agreement",), at_least_1, "N", 2_000_000, "default: 2000000"),
+    "counts": Option(("errors",), at_least_1_each, "N[,...]", [1, 4, 16, 48, 96, 208, 512, 1024, 2048, 4096, 8192],
+                     "numbers of tokens; default: the targets'"),
+    "seeds": Option(("errors",), at_least_1, "N", 20, "default: 20"),
+    "window": Option(("model",), at_least_1, "N", 512, "in tokens; default: 512"),
+    "windows": Option(("model",), at_least_1, "N", None, "stop after so many; default: all"),
+    "program": Option(("model",), pathlib.Path, "FILE", ROOT / "build" / "bin" / "vivace", "default: build/bin/vivace"),
+}
 
 
 def arguments(given):
@@ -287,41 +413,40 @@ def arguments(given):
     parser.add_argument("--agreement", action="store_true", help="count choices on random tokens")
     parser.add_argument("--errors", action="store_true", help="measure errors on random tokens")
     parser.add_argument("--model", type=pathlib.Path, metavar="DIR", help="a folder of Hugging Face's whose experts are chosen by scores alone")
-    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="what the model reads")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--routers", type=lambda text: text.split(","), default=list(ROUTERS), metavar="NAME[,...]",
-                        help=f"of {', '.join(ROUTERS)}; default: all")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="of --agreement; default: %(default)s")
-    parser.add_argument("--counts", type=lambda text: [int(word) for word in text.split(",")], metavar="N[,...]",
-                        default=[1, 4, 16, 48, 96, 208, 512, 1024, 2048, 4096, 8192], help="of tokens, of --errors; default: the targets'")
-    parser.add_argument("--seeds", type=int, default=20, help="of --errors; default: %(default)s")
-    parser.add_argument("--window", type=int, default=512, help="of --model, tokens; default: %(default)s")
-    parser.add_argument("--windows", type=int, default=0, help="of --model: stop after so many; default: all")
-    parser.add_argument("--program", type=pathlib.Path, default=ROOT / "build" / "bin" / "vivace", help="of --model; default: build/bin/vivace")
+    for name, option in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=option.type, metavar=option.metavar, help=f"of {option.where()}; {option.help}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch finds a GPU")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows there too")
     args = parser.parse_args(given)
-    for name in args.routers:
-        if name not in ROUTERS:
-            parser.error(f"--routers has '{name}', needs some of {', '.join(ROUTERS)}")
-    if min(args.tokens, args.seeds, *args.counts) < 1:
-        parser.error("--tokens, --seeds and --counts need at least 1")
-    if (args.model is None) != (args.text is None):
-        parser.error("--model and --text need each other")
     if not (args.agreement or args.errors or args.model):
         parser.error("nothing to do: one of --agreement, --errors and --model is needed")
+    for name, option in OPTIONS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, option.default)
+        elif not any(getattr(args, mode) for mode in option.modes):
+            parser.error(f"--{name} is of {option.where()} alone")
+    if args.model and not args.text:
+        parser.error("--model needs --text")
     return args
 
 
-def main(given=None):
-    args, report = arguments(given), Report()
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}, vivace {vivace.__version__}")
+def measure(args):
+    """The exit code of a run."""
+    if args.json:
+        check_writable(args.json)
+    import_packages()
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif args.device == "cuda" and not torch.cuda.is_available():
+        raise Fault(f"--device cuda: torch {torch.__version__} finds no GPU")
+    report, where = Report(), torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, vivace {vivace.__version__}", flush=True)
     if args.agreement:
-        print(AGREEMENT_HEAD)
+        print(AGREEMENT_HEAD, flush=True)
         for name in args.routers:
             random_agreement(name, args.tokens, args.device, report)
     if args.errors:
-        print(ERRORS_HEAD)
+        print(ERRORS_HEAD, flush=True)
         for name in args.routers:
             random_errors(name, args.counts, args.seeds, args.device, report)
     if args.model:
@@ -332,6 +457,17 @@ def main(given=None):
     for failure in report.failures:
         print(failure, file=sys.stderr)
     return 1 if report.failures else 0
+
+
+def main(given=None):
+    args = arguments(given)
+    try:
+        return measure(args)
+    except (Fault, OSError) as fault:
+        print(f"error: {fault}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 2
 
 
 if __name__ == "__main__":

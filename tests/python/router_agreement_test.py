@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import struct
+import subprocess
+import sys
 import tempfile
 import unittest
 from unittest import mock
@@ -16,9 +18,11 @@ import package
 package.need("torch", "vivace")
 import torch  # noqa: E402
 
-SPEC = importlib.util.spec_from_file_location("router_agreement", package.ROOT / "tools" / "router_agreement.py")
+TOOL = package.ROOT / "tools" / "router_agreement.py"
+SPEC = importlib.util.spec_from_file_location("router_agreement", TOOL)
 tool = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tool)
+tool.import_packages()
 QWEN = package.ROOT / "tests" / "data" / "tiny-qwen3-moe"
 PROGRAM = os.environ.get("VIVACE", str(package.ROOT / "build" / "bin" / "vivace"))
 
@@ -32,6 +36,19 @@ def run(*args):
         return code, json.loads(file.read_text()), errors.getvalue()
 
 
+def refused(*args):
+    """What is on standard error where there is no verdict."""
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        try:
+            code = tool.main([*map(str, args)])
+        except SystemExit as stopped:
+            code = stopped.code
+    if code != 2 or "Traceback" in errors.getvalue():
+        raise AssertionError(f"exit code {code}: {errors.getvalue()}")
+    return errors.getvalue()
+
+
 @contextlib.contextmanager
 def poisoned(name, by):
     """The tool, with another way in the place of one: that of this name, or what this makes of a weight."""
@@ -41,8 +58,8 @@ def poisoned(name, by):
 
 
 @contextlib.contextmanager
-def qwen(rename=("", ""), without=(), **config):
-    """A copy of the model: one part of its tensors' names by another, keys of config.json left out or changed."""
+def qwen(rename=("", ""), without=(), size=None, **config):
+    """A copy of the model: one part of its tensors' names by another, its file cut to a size, keys of config.json left out or changed."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         for file in QWEN.iterdir():
@@ -54,7 +71,7 @@ def qwen(rename=("", ""), without=(), **config):
         end = 8 + struct.unpack("<Q", data[:8])[0]
         header = data[8:end].replace(rename[0].encode(), rename[1].encode()) if rename[0] else data[8:end]
         header = header.ljust(-(-len(header) // 8) * 8)
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data[end:])
+        (folder / "model.safetensors").write_bytes((struct.pack("<Q", len(header)) + header + data[end:])[:size])
         yield folder
 
 
@@ -170,34 +187,116 @@ class OfAModel(unittest.TestCase):
 
 
 class Refused(unittest.TestCase):
+    MODEL = ("--device", "cpu", "--text", QWEN / "sample.txt", "--model")
+
     def test_before_anything_is_scored(self):
         for options, message in (({"without": ["num_experts_per_tok"]}, "config.json has no num_experts_per_tok"),
+                                 ({"num_experts_per_tok": 0}, "config.json has num_experts_per_tok = 0, needs at least 1"),
+                                 ({"num_experts_per_tok": "2"}, 'config.json has num_experts_per_tok = "2", needs at least 1'),
                                  ({"n_group": 2}, "config.json has n_group = 2, which takes part in the choice, which is by scores alone here"),
-                                 ({"num_expert_group": 4}, "config.json has num_expert_group = 4"),
-                                 ({"rename": ("mlp.gate.weight", "mlp.wg.weight")}, r"no \*.safetensors has model.layers.N.mlp.gate.weight or "),
+                                 ({"num_expert_group": "4"}, "config.json has num_expert_group = 4"),
+                                 ({"rename": ("mlp.gate.weight", "mlp.wg.weight")}, "no *.safetensors has model.layers.N.mlp.gate.weight or "),
                                  ({"rename": ("0.mlp.gate.weight\":{\"dtype\":\"BF16", "0.mlp.gate.weight\":{\"dtype\":\"I16")},
                                   "model.layers.0.mlp.gate.weight is of another type than F32, BF16, F16")):
             with self.subTest(message), qwen(**options) as folder, mock.patch.object(tool.subprocess, "run", side_effect=AssertionError):
-                with self.assertRaisesRegex(SystemExit, f"^{folder}: {message}"):
-                    tool.main(["--device", "cpu", "--model", str(folder), "--text", str(QWEN / "sample.txt")])
-        with self.assertRaisesRegex(SystemExit, "config.json cannot be read: .*No such file"):
-            tool.main(["--device", "cpu", "--model", str(package.ROOT), "--text", str(QWEN / "sample.txt")])
+                self.assertIn(f"error: {folder}: {message}", refused(*self.MODEL, folder))
+        self.assertRegex(refused(*self.MODEL, package.ROOT), "config.json cannot be read: .*No such file")
+
+    def test_a_configuration_that_is_no_object(self):
+        with qwen() as folder:
+            (folder / "config.json").write_text("[]")
+            self.assertIn(f"{folder}: config.json is no object", refused(*self.MODEL, folder))
+
+    def test_a_file_that_was_cut(self):
+        for size, message in ((0, "cannot mmap an empty file"), (5, "requires a buffer of 8 bytes"), (1000, "its header would end at byte "),
+                              (-1, " would end at byte ")):
+            with self.subTest(size=size), qwen(size=size) as folder, mock.patch.object(tool.subprocess, "run", side_effect=AssertionError):
+                self.assertRegex(refused(*self.MODEL, folder), f"model.safetensors is no safetensors file, or was cut: .*{message}")
 
     def test_a_choice_by_more_than_scores(self):
         hy3 = package.ROOT / "tests" / "data" / "tiny-hy3"
-        with self.assertRaisesRegex(SystemExit, "takes part in the choice, which is by scores alone here"):
+        with self.assertRaisesRegex(tool.Fault, "takes part in the choice, which is by scores alone here"):
             tool.router_weights(hy3)
+
+    def test_programs_that_fail(self):
+        for program, message in (("/nonexistent", "--program /nonexistent cannot be run: No such file or directory"),
+                                 ("/bin/true", "/bin/true score gave no perplexity; on standard output: ''"),
+                                 ("/bin/false", "/bin/false score ended with exit code 1; on standard output: ''"),
+                                 ("/bin/echo", "/bin/echo score gave no perplexity; on standard output: 'score --model ")):
+            with self.subTest(program):
+                self.assertIn(message, refused(*self.MODEL, QWEN, "--program", program))
+
+    @unittest.skipIf(torch.cuda.is_available(), "there is a GPU")
+    def test_a_gpu_that_is_not_there(self):
+        self.assertRegex(refused("--errors", "--device", "cuda"), "--device cuda: torch .* finds no GPU")
+
+    def test_where_rows_cannot_be_written(self):
+        with mock.patch.object(tool, "random_errors", side_effect=AssertionError):
+            for path, message in (("/nonexistent/x", "No such file or directory"), ("/dev/full", "No space left on device"),
+                                  (package.ROOT, "Is a directory")):
+                self.assertIn(f"--json {path} cannot be written: {message}", refused("--errors", "--json", path))
+
+    def test_a_failure_leaves_old_rows(self):
+        with tempfile.TemporaryDirectory() as folder:
+            old, new = pathlib.Path(folder) / "old.json", pathlib.Path(folder) / "new.json"
+            old.write_text("{}\n")
+            for path in (old, new):
+                refused(*self.MODEL, QWEN, "--program", "/bin/false", "--json", path)
+            self.assertEqual((old.read_text(), new.exists()), ("{}\n", False))
+
+    def test_what_nothing_foresees(self):
+        errors = io.StringIO()
+        with mock.patch.object(tool, "random_errors", side_effect=RuntimeError("unforeseen")), contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stderr(errors):
+                self.assertEqual(tool.main(["--errors", "--device", "cpu"]), 2)
+        self.assertIn("RuntimeError: unforeseen", errors.getvalue())
 
 
 class Usage(unittest.TestCase):
     def test_what_is_refused(self):
-        for args, message in (((), "nothing to do"), (("--errors", "--routers", "hy4"), "--routers has 'hy4', needs some of hy3, "),
-                              (("--model", QWEN), "--model and --text need each other"), (("--errors", "--seeds", 0), "need at least 1")):
-            errors = io.StringIO()
-            with self.assertRaises(SystemExit) as stopped, contextlib.redirect_stderr(errors):
-                tool.main([str(arg) for arg in args])
-            self.assertEqual(stopped.exception.code, 2)
-            self.assertIn(message, errors.getvalue())
+        for args, message in (((), "nothing to do"), (("--text", "x"), "nothing to do"),
+                              (("--errors", "--routers", "hy4"), "--routers: 'hy4' is no router, needs some of hy3, "),
+                              (("--model", QWEN), "--model needs --text"),
+                              (("--errors", "--seeds", 0), "--seeds: '0' is no whole number of at least 1"),
+                              (("--errors", "--counts", "a"), "--counts: 'a' is no whole number of at least 1"),
+                              (("--errors", "--counts", "1,"), "--counts: '' is no whole number of at least 1"),
+                              (("--model", QWEN, "--text", "x", "--windows", 0), "--windows: '0' is no whole number of at least 1"),
+                              (("--agreement", "--seeds", 2), "--seeds is of --errors alone"),
+                              (("--agreement", "--window", 64), "--window is of --model alone"),
+                              (("--errors", "--text", "x"), "--text is of --model alone"),
+                              (("--model", QWEN, "--text", "x", "--routers", "hy3"), "--routers is of --agreement and --errors alone")):
+            with self.subTest(args):
+                self.assertIn(message, refused(*args))
+
+    def test_twice_is_once(self):
+        args = tool.arguments(["--errors", "--routers", "qwen3,hy3,qwen3", "--counts", "4,1,4"])
+        self.assertEqual((args.routers, args.counts), (["qwen3", "hy3"], [4, 1]))
+
+    def test_help_needs_no_packages(self):
+        def bare(*args):  # -S: without the environment's packages
+            return subprocess.run([sys.executable, "-I", "-S", TOOL, *args], capture_output=True, text=True)
+
+        said = bare("--help")
+        self.assertEqual((said.returncode, said.stderr), (0, ""))
+        self.assertIn("The exit code is 1 if ", said.stdout)
+        self.assertIn("It is 2 if there is no verdict", said.stdout)
+        missing = bare("--errors")
+        self.assertEqual(missing.returncode, 2)
+        self.assertRegex(missing.stderr, "^error: .* cannot import torch: .*\nTo install it: .*pip install torch\n$")
+
+    def test_the_wheel_is_missing(self):
+        with mock.patch.dict(sys.modules, {"vivace": None}):
+            self.assertRegex(refused("--errors"), "cannot import vivace: .*\nTo install it: ./run wheel && ")
+
+    def test_progress(self):
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), mock.patch.object(tool.time, "monotonic", side_effect=[100.0, 100.0, 102.0, 106.0, 107.0, 124.0]):
+            progress = tool.Progress("hy3", 2000, "tokens")
+            self.assertEqual(errors.getvalue(), "hy3: 0 of 2,000 tokens, 0.0 s\n")
+            for done in (300, 500, 600, 2000):
+                progress(done)
+        self.assertEqual(errors.getvalue().splitlines()[1:],
+                         ["hy3: 500 of 2,000 tokens, 6.0 s, about 18 s left", "hy3: 2,000 of 2,000 tokens, 24.0 s"])
 
 
 if __name__ == "__main__":
