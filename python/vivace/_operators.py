@@ -53,7 +53,7 @@ class Argument(NamedTuple):
     @property
     def said(self) -> str:
         """Its name in messages, as the library writes it."""
-        return re.sub(r"^parts_(\d)_", r"parts[\1].", self.name).replace("params_", "params.").replace("swiglu_", "swiglu.")
+        return re.sub(r"^(params|shared|swiglu)_", r"\1.", re.sub(r"^parts_(\d)_", r"parts[\1].", self.name))
 
 
 class Operator(NamedTuple):

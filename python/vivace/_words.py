@@ -17,6 +17,7 @@ REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError
 _MADE = ("out", "outs", "q", "expert_ids", "expert_weights", "zero_weight", "ids", "valid", "scale", "workspace")  # where not given
 _TUPLES = {"RouterWeight": "what vivace.prepare_router_weight returns", "ExpertWeights": "vivace.ExpertWeights(gate, up, down)",
            "DecodeScheduleParams": "what vivace.attention_decode_schedule_params returns"}
+_EXPERT_PARTS = ("gate", "up", "down", "gate_scale", "up_scale", "down_scale", "act_scale")
 _PLAIN: dict[str, tuple[Callable[[Any], Any], str]] = {"bool": (int, "True or False"), "int": (operator.index, "a whole number"),
                                                        "float": (float, "a number"), "str": (str.__len__, "text")}
 
@@ -88,9 +89,11 @@ def _wrong(what: str, annotation: str, value: Any, running: bool) -> Exception |
             return TypeError(f"{what} is {shown(value)}, needs a list of arrays")
         items = [(f"{what}[{i}]", item) for i, item in enumerate(value) if item is not None or "None" not in kind]
     elif kind in _TUPLES:
-        if not isinstance(value, tuple) or type(value).__name__ != kind:
-            return TypeError(f"{what} is {'None' if value is None else f'of type {type(value).__name__}'}, needs {_TUPLES[kind]}")
-        fields = {} if kind == "DecodeScheduleParams" else dict(zip(type(value)._fields, value))  # type: ignore[attr-defined]
+        plain = kind == "ExpertWeights" and type(value) in (list, tuple) and len(value) in (3, 7)
+        if not plain and (not isinstance(value, tuple) or type(value).__name__ != kind):
+            return no_tuple(what, kind, value)
+        names = _EXPERT_PARTS if plain else type(value)._fields
+        fields = {} if kind == "DecodeScheduleParams" else dict(zip(names, value))
         terms = fields.get("terms", ())
         items = [(f"{what}.terms[{i}]", term) for i, term in enumerate(terms)]
         items += [(f"{what}.{name}", item) for name, item in fields.items() if kind == "ExpertWeights" and item is not None]
@@ -104,6 +107,13 @@ def _wrong(what: str, annotation: str, value: Any, running: bool) -> Exception |
     else:
         return None
     return next((wrong for wrong in (_no_array(*item, running) for item in items) if wrong is not None), None)
+
+
+def no_tuple(what: str, kind: str, value: Any) -> TypeError:
+    """Of a value that is no named tuple of this kind, nor a plain one that may stand for it."""
+    name = type(value).__name__
+    found = "None" if value is None else f"a {name} of {len(value)}" if type(value) in (list, tuple) else f"of type {name}"
+    return TypeError(f"{what} is {found}, needs {_TUPLES[kind]}")
 
 
 def _no_array(what: str, value: Any, running: bool) -> Exception | None:

@@ -21,7 +21,7 @@ from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, Type
 from . import _arrays, _library
 from ._arrays import clear, dtype_of, empty, shape_of, shown, whole
 from ._library import Choice, Cost
-from ._words import REFUSALS, refusal, worded
+from ._words import REFUSALS, no_tuple, refusal, worded
 
 Array = Any  # NumPy's, torch's, vivace.Typed, or anything with __dlpack__
 
@@ -465,7 +465,16 @@ class ExpertWeights(NamedTuple):
     act_scale: Array | None = None
 
 
-@_operator({}, y="out")
+def _parts_of(expert: ExpertWeights | None) -> Sequence[Array | None]:
+    """All seven; a plain tuple may leave out the scales together."""
+    if expert is None:
+        return (None,) * 7
+    if not isinstance(expert, (list, tuple)) or len(expert) not in (3, 7):
+        raise no_tuple("fused_moe: shared", "ExpertWeights", expert)
+    return (*expert, *(None,) * (7 - len(expert)))
+
+
+@_operator({}, y="out", **{r"swiglu\.": "swiglu_"})
 def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_weights: Array, *, x_scale: Array | None = None,
               gate_up_scale: Array | None = None, down_scale: Array | None = None, act_scale: Array | None = None,
               block_offset: int = 0, shared: ExpertWeights | None = None, first_expert: int = 0, total_experts: int = 0,
@@ -489,12 +498,12 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
                     silu(gate) * up as they stand, and gpt-oss's gate with 1.702, 7, 1
     batch_invariant a token's bits must not depend on how many tokens there are
     """
-    for name, value in (("swiglu_alpha", swiglu_alpha), ("swiglu_limit", swiglu_limit)):
+    for name, value, more in (("swiglu_alpha", swiglu_alpha, ""), ("swiglu_limit", swiglu_limit, ", or infinity")):
         if value == 0:  # which stands for what is not given in C
-            raise ValueError(f"fused_moe: {name} is 0, needs 1e-30 to 1e30")
+            raise ValueError(f"fused_moe: {name} is 0, needs 1e-30 to 1e30{more}")
     if out is None:
         out = empty(x, shape_of(x), out_dtype or ("bf16" if dtype_of(x) == "fp8_e4m3" else dtype_of(x)))
-    return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *(shared or (None,) * 7), expert_ids, expert_weights,
+    return (x, x_scale, gate_up, down, gate_up_scale, down_scale, act_scale, *_parts_of(shared), expert_ids, expert_weights,
             expert_map, out, workspace, 0, 0, block_offset, first_expert, total_experts, swiglu_alpha, swiglu_limit, swiglu_beta,
             int(batch_invariant)), out
 

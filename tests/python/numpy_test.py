@@ -441,7 +441,8 @@ class Errors(unittest.TestCase):
         ids, few = np.zeros((4, 2), "int32"), np.zeros((2, 2), "int32")
         one = (x[:3].copy(), x[:3].copy(), np.ones((64, 3), "float32"), None, None, None, None)  # as ExpertWeights, but plain
         call = (x, experts, experts[:, :, :32].copy())
-        vivace.fused_moe(*call, ids, x[:, :2].copy(), shared=one)
+        whole = vivace.fused_moe(*call, ids, x[:, :2].copy(), shared=one)
+        self.assertTrue(np.array_equal(vivace.fused_moe(*call, ids, x[:, :2].copy(), shared=one[:3]), whole))
         with self.assertRaisesRegex(ValueError, r"^fused_moe: expert_ids.shape\[0\] is 2"):
             vivace.fused_moe(*call, few, x[:, :2].copy(), shared=one)
 
@@ -491,7 +492,16 @@ class Errors(unittest.TestCase):
                 (ValueError, "linear: weights, .* have 2, 2, 2, 1 items", vivace.linear_parts, (x, [weight, weight]), {"outs": [x]}),
                 (TypeError, "route_top_k: expert_ids is not given, and nothing is allocated", vivace.route_top_k, (Dlpack(x), 2), {}),
                 (TypeError, "fused_moe: shared is of type int, needs vivace.ExpertWeights", vivace.fused_moe, moe, {"shared": 5}),
-                (TypeError, "fused_moe: shared.gate is the int 5, needs an array", vivace.fused_moe, moe, {"shared": vivace.ExpertWeights(5, x, x)}),
+                (TypeError, r"fused_moe: shared\.gate is the int 5, needs an array", vivace.fused_moe, moe, {"shared": vivace.ExpertWeights(5, x, x)}),
+                (TypeError, r"fused_moe: shared\.up is the int 5, needs an array", vivace.fused_moe, moe, {"shared": (x, 5, x)}),
+                (TypeError, r"fused_moe: shared is a tuple of 0, needs vivace.ExpertWeights\(gate, up, down\)", vivace.fused_moe, moe, {"shared": ()}),
+                (TypeError, "fused_moe: shared is a tuple of 2, needs vivace.ExpertWeights", vivace.fused_moe, moe, {"shared": (x, x)}),
+                (ValueError, "fused_moe: out_dtype is 'f64', needs one of", vivace.fused_moe, moe, {"shared": (x, x, x), "out_dtype": "f64"}),
+                (ValueError, "fused_moe: swiglu_alpha is -1, needs 1e-30 to 1e30$", vivace.fused_moe, moe, {"swiglu_alpha": -1}),
+                (ValueError, "fused_moe: swiglu_limit is nan, needs 1e-30 to 1e30, or infinity$", vivace.fused_moe, moe, {"swiglu_limit": np.nan}),
+                (ValueError, "fused_moe: swiglu_limit is 0, needs 1e-30 to 1e30, or infinity$", vivace.fused_moe, moe, {"swiglu_limit": 0}),
+                (ValueError, "fused_moe: swiglu_beta is inf, needs -1e30 to 1e30$", vivace.fused_moe, moe, {"swiglu_beta": np.inf}),
+                (TypeError, "fused_moe: swiglu_beta is '1', needs a number$", vivace.fused_moe, moe, {"swiglu_beta": "1"}),
                 (TypeError, "rms_norm: eps is 'a', needs a number$", vivace.rms_norm, (x, weight[0]), {"eps": "a"}),
                 (TypeError, "rms_norm: eps is None, needs a number$", vivace.rms_norm, (x, weight[0]), {"eps": None}),
                 (ValueError, r"rms_norm: eps is 10*\.\.\.0*, needs a number$", vivace.rms_norm, (x, weight[0]), {"eps": 10**400}),
@@ -504,7 +514,7 @@ class Errors(unittest.TestCase):
                 (ValueError, r"rms_norm: x.stride\[1\] is 4, needs 1 .*numpy.ascontiguousarray", vivace.rms_norm, (np.ones((64, 4), "float32").T, weight[0]), {}),
                 (TypeError, "sampler: temperature is the float 0.8, needs an array", vivace.sampler, (x,), {"temperature": 0.8}),
                 (ValueError, r"embedding: ids\[1\] is 4294967295, needs 0 <= id", vivace.embedding, (np.array([1, 2**32 - 1], "uint32"), x), {}),
-                (TypeError, "decode_schedule: params is of type tuple, needs", vivace.decode_schedule, (i32[:1], i32, (1, 64)), {}),
+                (TypeError, "decode_schedule: params is a tuple of 2, needs", vivace.decode_schedule, (i32[:1], i32, (1, 64)), {}),
                 (ValueError, "attention_decode: k has the shape .4, 64., needs 4", vivace.attention_decode_schedule_params, (x, x, ids), {}),
                 (ValueError, "prepare_router_weight: weight is of type float64", vivace.prepare_router_weight, (weight.astype(float),), {}),
                 (ValueError, "prepare_router_weight: weight has the shape .64,., needs 2", vivace.prepare_router_weight, (weight[0],), {}),
