@@ -36,7 +36,7 @@ struct FusedMoeArgs {
   Tensor gate_up_scale;                    ///< with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
   Tensor down_scale;                       ///< with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
   Tensor act_scale;                        ///< with fp8 weights of one scale an expert: f32 [1] or [experts]
-  int64_t block_offset = 0;                ///< 0 .. 127: where this slice of the intermediate starts in a block of 128
+  int64_t block_offset = 0;                ///< 0 .. 127: where this slice of the intermediate starts in a block of 128; 0 without such scales
   std::span<const ExpertWeights> experts;  ///< or one by one; read during the call only
   ExpertWeights shared;                    ///< optional expert that every token visits
   Tensor expert_ids;

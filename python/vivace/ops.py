@@ -491,7 +491,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
     gate_up_scale   with fp8 weights: f32 [experts, 2], or [experts, 2, block rows of I, of H]
     down_scale      with fp8 weights: f32 [experts], or [experts, block rows of H, of I]
     act_scale       with fp8 weights of one scale an expert: f32 [1] or [experts]
-    block_offset    where this slice of the intermediate starts in a block of 128
+    block_offset    with blocks: where this slice of the intermediate starts in a block of 128
     first_expert    the id of expert 0 here, where a rank has neighbours; total_experts then says how many all ranks have
     expert_map      i32 [ids]: which expert here an id is, negative for those elsewhere
     swiglu_alpha, _limit, _beta   g * sigmoid(alpha * g) * (u + beta), g = min(gate, limit), u = up within -limit and limit:

@@ -587,7 +587,31 @@ TEST(FusedMoe, RefusesScalesThatDisagree) {
       "gate_up_scale.shape[2] is 2, needs intermediate blocks = 1");
   refuses(
       blocks.args, [&](auto& a) { a.act_scale = p.args.act_scale; }, "act_scale is f32[4], needs none");
+  refuses(
+      blocks.args, [&](auto& a) { a.down_scale = p.args.down_scale, a.act_scale = p.args.act_scale; },
+      "down_scale is f32[4], needs 3 dimensions: x_scale has blocks of 128");
+  refuses(
+      p.args, [&](auto& a) { a.gate_up_scale = blocks.args.gate_up_scale, a.act_scale = Tensor(); },
+      "gate_up_scale is f32[4, 2, 2, 2], needs 2 dimensions: x_scale has no blocks of 128");
+  refuses(
+      p.args, [](auto& a) { a.block_offset = 16; }, "block_offset is 16, needs 0 without scales of blocks");
   const Guarded f32(DType::f32, {2, 144});
+  refuses(
+      p.args,
+      [&](auto& a) { a.x = f32, a.x_scale = a.gate_up_scale = a.down_scale = a.act_scale = Tensor(); },
+      "gate_up_scale is absent, needs scales with fp8 weights");
+  refuses(
+      blocks.args,
+      [&](auto& a) {
+        a.x = f32, a.x_scale = Tensor(), a.down_scale = p.args.down_scale, a.act_scale = p.args.act_scale;
+      },
+      "down_scale is f32[4], needs 3 dimensions: gate_up_scale has blocks of 128");
+  refuses(
+      p.args, [&](auto& a) { a.x = f32, a.x_scale = Tensor(), a.down_scale = blocks.args.down_scale; },
+      "down_scale is f32[4, 2, 2], needs 1 dimensions: gate_up_scale has no blocks of 128");
+  refuses(
+      p.args, [&](auto& a) { a.x = f32, a.x_scale = Tensor(), a.gate_up_scale = a.down_scale; },
+      "gate_up_scale is f32[4], needs 2 dimensions, or 4 with blocks of 128");
   refuses(
       blocks.args, [&](auto& a) { a.x = f32; },
       "x_scale is f32[2, 2], needs none where x is quantised with made scales");
@@ -599,6 +623,12 @@ TEST(FusedMoe, RefusesScalesThatDisagree) {
       plain.args, [&](auto& a) { a.x_scale = p.args.x_scale; }, "x_scale is f32[1], needs none");
   FusedMoeProblem apart(
       {"", 2, 16, 8, 4, 2, DType::fp8_e4m3, MoeRouting::distinct, 0, true, 0, DType::fp8_e4m3}, 1);
+  const Guarded narrow(DType::f32, {2, 16});
+  refuses(
+      apart.args,
+      [&](auto& a) { a.x = narrow, a.x_scale = Tensor(), apart.experts[0].gate_scale = Tensor(); },
+      "experts[0].gate_scale is absent, needs a scale with fp8 weights");
+  apart.experts[0].gate_scale = apart.experts[1].gate_scale;
   apart.experts[2].up_scale = Tensor();
   refuses(
       apart.args, [](auto&) {}, "experts[2] has scales");
@@ -629,7 +659,15 @@ TEST(FusedMoe, RefusesWhatDisagrees) {
       p.args, [](auto& a) { a.first_expert = -1; }, "first_expert is -1, needs 0 to 2147483647");
   refuses(
       p.args, [](auto& a) { a.first_expert = 3, a.total_experts = 6; },
-      "total_experts is 6, needs 0 or at least 7");
+      "total_experts is 6, needs 0, or 7 to 2147483647");
+  refuses(
+      p.args, [](auto& a) { a.total_experts = int64_t{1} << 62; },
+      "total_experts is 4611686018427387904, needs 0, or 4 to 2147483647");
+  refuses(
+      p.args, [](auto& a) { a.first_expert = INT64_MAX; },
+      "first_expert is 9223372036854775807, needs 0 to 2147483647");
+  refuses(
+      p.args, [](auto& a) { a.block_offset = 16; }, "block_offset is 16, needs 0 without scales of blocks");
   refuses(
       p.args, [&](auto& a) { a.expert_map = a.expert_ids; }, "expert_map");
   const Guarded map(DType::i32, {9});

@@ -502,6 +502,8 @@ class Errors(unittest.TestCase):
                 (ValueError, "fused_moe: swiglu_limit is 0, needs 1e-30 to 1e30, or infinity$", vivace.fused_moe, moe, {"swiglu_limit": 0}),
                 (ValueError, "fused_moe: swiglu_beta is inf, needs -1e30 to 1e30$", vivace.fused_moe, moe, {"swiglu_beta": np.inf}),
                 (TypeError, "fused_moe: swiglu_beta is '1', needs a number$", vivace.fused_moe, moe, {"swiglu_beta": "1"}),
+                (ValueError, "fused_moe: total_experts is 4611686018427387904, needs 0, or 4 to 2147483647", vivace.fused_moe, moe, {"total_experts": 2**62}),
+                (ValueError, "fused_moe: block_offset is 5, needs 0 without", vivace.fused_moe, moe, {"block_offset": 5}),
                 (TypeError, "rms_norm: eps is 'a', needs a number$", vivace.rms_norm, (x, weight[0]), {"eps": "a"}),
                 (TypeError, "rms_norm: eps is None, needs a number$", vivace.rms_norm, (x, weight[0]), {"eps": None}),
                 (ValueError, r"rms_norm: eps is 10*\.\.\.0*, needs a number$", vivace.rms_norm, (x, weight[0]), {"eps": 10**400}),

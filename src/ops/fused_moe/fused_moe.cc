@@ -66,6 +66,7 @@ Status check_experts(const FusedMoeArgs& args, bool question) {
   return {};
 }
 
+constexpr std::string_view kWithFp8 = "scales with fp8 weights", kOneWithFp8 = "a scale with fp8 weights";
 struct ScaleNames {
   std::string_view gate, up, down, act;
 };
@@ -101,7 +102,7 @@ Status check_scales(Checker& check, const FusedMoeArgs& args, const Scheme& sche
   const auto [fp8, blocks] = scheme;
   const auto one = [&](std::string_view name, const Tensor& scale, bool present, bool block, int64_t n,
                        int64_t k) -> Status {
-    check.given(name, scale, present, present ? "a scale with fp8 weights" : "none");
+    check.given(name, scale, present, present ? kOneWithFp8 : "none");
     if (!present) return check.status();
     if (block) {
       const std::string rows = std::to_string(scale_blocks(n)), columns = std::to_string(scale_blocks(k));
@@ -117,6 +118,47 @@ Status check_scales(Checker& check, const FusedMoeArgs& args, const Scheme& sche
   VIVACE_TRY(one(names.up, w.up_scale, fp8, blocks, intermediate, hidden));
   VIVACE_TRY(one(names.down, w.down_scale, fp8, blocks, hidden, intermediate));
   return one(names.act, w.act_scale, fp8 && !blocks, false, 1, 1);
+}
+
+/// What says which experts are here. Messages have whole numbers in full.
+Status check_slice(const FusedMoeArgs& args) {
+  constexpr int64_t kLast = INT32_MAX;  // as ids are i32
+  const int64_t first = args.first_expert, total = args.total_experts;
+  if (first < 0 || first > kLast)
+    return invalid_argument("fused_moe: first_expert is {}, needs 0 to {}", first, kLast);
+  const int64_t end = first + expert_count(args);
+  if (total != 0 && (total < end || total > kLast))
+    return invalid_argument("fused_moe: total_experts is {}, needs 0, or {} to {}", total, end, kLast);
+  if (!args.expert_map.present()) return {};
+  if (total != 0)
+    return invalid_argument("fused_moe: total_experts is {}, needs 0 with an expert_map", total);
+  if (first != 0) return invalid_argument("fused_moe: first_expert is {}, needs 0 with an expert_map", first);
+  return {};
+}
+
+/// The scales of stacked weights are there with fp8, and all of one kind: that of x_scale, or of gate_up_scale
+/// where x is quantised here.
+Status check_kind(Checker& check, const FusedMoeArgs& args, const Scheme& scheme) {
+  const auto [fp8, blocks] = scheme;
+  const std::string_view needs = fp8 ? kWithFp8 : "none";
+  check.given("gate_up_scale", args.gate_up_scale, fp8, needs)
+      .given("down_scale", args.down_scale, fp8, needs);
+  if (!check.ok() || !fp8) return check.status();
+  const bool judged_by_x = !quantises(args);
+  const auto one = [&](std::string_view name, const Tensor& scale, int rank) -> Status {
+    if (scale.rank == rank) return {};
+    return invalid_argument("fused_moe: {} is {}, needs {} dimensions: {} has {}", name, to_string(scale),
+                            rank, judged_by_x ? "x_scale" : "gate_up_scale",
+                            blocks ? "blocks of 128" : "no blocks of 128");
+  };
+  const int rank = args.gate_up_scale.rank;
+  if (judged_by_x) {
+    VIVACE_TRY(one("gate_up_scale", args.gate_up_scale, blocks ? 4 : 2));
+  } else if (rank != 2 && rank != 4) {
+    return invalid_argument("fused_moe: gate_up_scale is {}, needs 2 dimensions, or 4 with blocks of 128",
+                            to_string(args.gate_up_scale));
+  }
+  return one("down_scale", args.down_scale, blocks ? 3 : 1);
 }
 
 }  // namespace
@@ -193,33 +235,29 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
       .dtype("y", args.y, fp8 ? dtypes_mask(DType::f32, DType::bf16) : dtypes_mask(args.x.dtype))
       .dtype("expert_ids", args.expert_ids, dtypes_mask(DType::i32))
       .dtype("expert_weights", args.expert_weights, dtypes_mask(DType::f32))
-      .that(args.first_expert >= 0 && args.first_expert <= INT32_MAX, "first_expert",
-            static_cast<double>(args.first_expert), "0 to 2147483647")
-      .that(args.total_experts == 0 || args.total_experts >= args.first_expert + expert_count(args),
-            "total_experts", static_cast<double>(args.total_experts),
-            fmt::format("0 or at least {}", args.first_expert + expert_count(args)))
-      .that(!args.expert_map.present() || args.total_experts == 0, "total_experts",
-            static_cast<double>(args.total_experts), "0 with an expert_map")
       .optional("expert_map", args.expert_map, {"ids"})
       .dtype("expert_map", args.expert_map, dtypes_mask(DType::i32))
       .dense("expert_map", args.expert_map)
-      .that(!args.expert_map.present() || args.first_expert == 0, "first_expert",
-            static_cast<double>(args.first_expert), "0 with an expert_map")
       .that(in_range(args.swiglu.alpha), "swiglu.alpha", args.swiglu.alpha, "1e-30 to 1e30")
       .that(in_range(args.swiglu.limit) || args.swiglu.limit == INFINITY, "swiglu.limit", args.swiglu.limit,
             "1e-30 to 1e30, or infinity")
       .that(std::abs(args.swiglu.beta) <= 1e30, "swiglu.beta", args.swiglu.beta, "-1e30 to 1e30")
       .written("y", args.y);
   VIVACE_TRY(check.status());
+  VIVACE_TRY(check_slice(args));
   const int64_t kWeights = fp8 ? kFp8 : kOtherWeights;  // fp8 goes with fp8
-  check
-      .that(args.block_offset >= 0 && args.block_offset < kFp8ScaleBlock, "block_offset",
-            static_cast<double>(args.block_offset), "0 to 127")
-      .given("x_scale", args.x_scale, fp8 && !made,
-             made              ? "none where x is quantised with made scales"
-             : quantises(args) ? "a scale [1] that x is quantised by"
-             : fp8             ? "scales with fp8 x"
-                               : "none");
+  if (args.block_offset < 0 || args.block_offset >= kFp8ScaleBlock)
+    return invalid_argument("fused_moe: block_offset is {}, needs 0 to 127", args.block_offset);
+  if (quantises(args) && args.gate_up.present()) {  // which x_scale goes with the weights, their scales say
+    VIVACE_TRY(check_kind(check, args, {fp8, blocks}));
+  } else if (quantises(args)) {
+    check.given(kFirstExpert.gate, args.experts[0].gate_scale, true, kOneWithFp8);
+  }
+  check.given("x_scale", args.x_scale, fp8 && !made,
+              made              ? "none where x is quantised with made scales"
+              : quantises(args) ? "a scale [1] that x is quantised by"
+              : fp8             ? "scales with fp8 x"
+                                : "none");
   check.define("hidden blocks", scale_blocks(args.x.shape[1]), "ceil(hidden / 128)");
   if (fp8 && !made) {
     if (blocks) {
@@ -230,6 +268,10 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
     check.dtype("x_scale", args.x_scale, kF32);
   }
   VIVACE_TRY(check.status());
+  if (!blocks && args.block_offset != 0) {
+    return invalid_argument("fused_moe: block_offset is {}, needs 0 without scales of blocks",
+                            args.block_offset);
+  }
   if (args.gate_up.present() == !args.experts.empty()) {
     return invalid_argument("fused_moe: gate_up is {} with {} experts given one by one, needs one of the two",
                             to_string(args.gate_up), args.experts.size());
@@ -240,11 +282,9 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .define("intermediate * 2", 2 * args.down.shape[2], "2 * down.shape[2]")
         .dtype("gate_up", args.gate_up, kWeights)
         .dtype("down", args.down, kWeights);
-    const std::string_view weights = fp8 ? "scales with fp8 weights" : "none";
-    check.given("gate_up_scale", args.gate_up_scale, fp8, weights)
-        .given("down_scale", args.down_scale, fp8, weights)
-        .given("act_scale", args.act_scale, fp8 && !blocks,
-               fp8 && !blocks ? "a scale with one scale an expert" : "none");
+    VIVACE_TRY(check_kind(check, args, {fp8, blocks}));
+    check.given("act_scale", args.act_scale, fp8 && !blocks,
+                fp8 && !blocks ? "a scale with one scale an expert" : "none");
     if (fp8 && blocks) {
       check
           .define("intermediate blocks", scale_blocks(args.block_offset + args.down.shape[2]),
