@@ -391,7 +391,7 @@ typedef struct vivace_fused_moe_args {
   vivace_tensor workspace;
   const vivace_expert_weights* experts; /* or one by one, in place of gate_up and down; read during the call only */
   int64_t expert_count;                 /* how many there are at `experts` */
-  int64_t block_offset;                 /* 0 .. 127: where this slice of the intermediate starts in a block of 128 */
+  int64_t block_offset;                 /* 0 .. 127: where this slice of the intermediate starts in a block of 128; 0 without such scales */
   int64_t first_expert;                 /* the id of expert 0 here; 0 with an expert_map */
   int64_t total_experts;                /* of all slices, where there are others; 0: those here alone, or an expert_map */
   double swiglu_alpha;                  /* g * sigmoid(alpha * g) * (u + beta), with g = min(gate, limit) and u = up within */
