@@ -82,10 +82,13 @@ Status write_file(const std::string& path, std::string_view text) {
   std::FILE* file = std::fopen(path.c_str(), "wb");
   if (file == nullptr) return io_error("{}: cannot be written: {}", path, std::strerror(errno));
   const bool written = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  if (std::fclose(file) != 0 || !written) {
-    return io_error("{}: was not written completely: {}", path, std::strerror(errno));
+  if (std::fclose(file) == 0 && written) return {};
+  const Status failed = io_error("{}: was not written completely: {}", path, std::strerror(errno));
+  std::error_code ignored;  // a device or a pipe stays, and so does a link
+  if (std::filesystem::is_regular_file(std::filesystem::symlink_status(path, ignored))) {
+    std::filesystem::remove(path, ignored);
   }
-  return {};
+  return failed;
 }
 
 Status check_writable(const std::string& path) {

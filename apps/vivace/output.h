@@ -27,6 +27,7 @@ int fail(const Status& status);
 void note(const std::string& text);
 /// Standard error is a terminal: a progress line may be redrawn.
 bool interactive();
+/// Leaves no file that is written in part.
 Status write_file(const std::string& path, std::string_view text);
 /// Whether write_file could work. Leaves the file as it is, and leaves none where there was none.
 Status check_writable(const std::string& path);

@@ -24,6 +24,7 @@ std::string reason(int code) {
 
 SafetensorsWriter::~SafetensorsWriter() {
   if (file_ >= 0) ::close(file_);
+  if (unfinished_) ::unlink(path_.c_str());
 }
 
 Status SafetensorsWriter::open(const std::string& path, const std::vector<SafetensorsSlot>& slots) {
@@ -52,6 +53,7 @@ Status SafetensorsWriter::open(const std::string& path, const std::vector<Safete
   file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (file_ < 0 && errno == EEXIST) return invalid_argument("{}: the file exists already", path);
   if (file_ < 0) return io_error("{}: cannot be made: {}", path, reason(errno));
+  unfinished_ = true;
   VIVACE_TRY(write_at(0, &header_bytes, sizeof header_bytes));
   return write_at(sizeof header_bytes, text.data(), static_cast<int64_t>(text.size()));
 }
@@ -66,6 +68,7 @@ Status SafetensorsWriter::close() {
   const int closed = ::close(std::exchange(file_, -1));
   if (synced != 0) return io_error("{}: cannot be written: {}", path_, reason(failure));
   if (closed != 0) return io_error("{}: cannot be written: {}", path_, reason(errno));
+  unfinished_ = false;
   return {};
 }
 

@@ -17,7 +17,7 @@ struct SafetensorsSlot {
 };
 
 /// Writes a safetensors file whose tensors become known one after the other, in any order: the header comes first, then
-/// each tensor goes to its place.
+/// each tensor goes to its place. Without a close() that succeeded, the file that it made goes with the writer.
 class SafetensorsWriter {
  public:
   SafetensorsWriter() = default;
@@ -37,6 +37,7 @@ class SafetensorsWriter {
   Status write_at(int64_t offset, const void* data, int64_t bytes);
 
   int file_ = -1;
+  bool unfinished_ = false;  ///< the file is made, and not all of it is written
   std::string path_;
   std::vector<int64_t> offsets_, bytes_;
 };

@@ -1,11 +1,12 @@
 """ops schedule: the map as a document, every piece of it walked, and as a drawing."""
 
 import json
+import pathlib
 import re
 import tempfile
 import time
 
-from vivace import Case, SANITIZED, main
+from vivace import Case, SANITIZED, main, vivace
 
 
 def parsed(lengths):
@@ -194,6 +195,19 @@ class Schedule(Case):
             with self.subTest(flag=flag, value=value):
                 words = [word for pair in {**good, flag: value}.items() for word in pair]
                 self.assertIn(f"{flag} is", self.fails(2, says, "ops", "schedule", *words).err)
+
+    def test_json_that_does_not_fit_on_the_disk(self):
+        """What was written in part is gone; what is no file stays."""
+        base = ["ops", "schedule", "--lengths", "8x4K", "--heads", "8/1", "--json"]
+        with tempfile.TemporaryDirectory() as folder:
+            run = vivace(*base, folder + "/map.json", max_file_bytes=64)
+            self.assertEqual(run.code, 1, run.err)
+            self.assertIn("map.json: was not written completely: File too large", run.err)
+            self.assertEqual(list(pathlib.Path(folder).iterdir()), [])
+            link = pathlib.Path(folder) / "link"
+            link.symlink_to("/dev/full")
+            self.assertIn("was not written completely: No space left", vivace(*base, link).err)
+            self.assertTrue(link.is_symlink())
 
     def test_flags_that_do_not_fit_each_other(self):
         base = ["ops", "schedule", "--lengths", "1x4K", "--heads", "8/1"]

@@ -71,10 +71,11 @@ class Score(Case):
                        "--window", 64, "--router-inputs", "/nowhere/inputs")
 
     def test_inputs_of_routers_that_do_not_fit_on_the_disk(self):
-        """The perplexity is said all the same."""
+        """The perplexity is said all the same, and what was written in part is gone: the same call is not refused."""
         score = ["score", "--model", QWEN, "--text-file", QWEN / "sample.txt", "--window", 64, "--max-windows", 2]
         with tempfile.TemporaryDirectory() as folder:
             run = vivace(*score, "--router-inputs", folder + "/inputs", max_file_bytes=65536)
+            self.assertEqual(list(pathlib.Path(folder).iterdir()), [])
         self.assertEqual(run.code, 1)
         self.assertIn("inputs: cannot be written: File too large", run.err)
         self.assertEqual(run.text, self.ok(*score).text)
