@@ -21,7 +21,7 @@ std::string json_text(const nlohmann::ordered_json& json);
 /// A message of the engine with its options as the flags that the user types: max_batch as --max-batch.
 std::string in_flags(std::string_view message);
 /// "vivace: <message>", in_flags() and visible(), on standard error; returns the exit code: kMistake where the value of a flag is wrong,
-/// also where only the model or the machine told.
+/// also where only the model told; kFailure where a file, a GPU, memory or the like is missing.
 int fail(const Status& status);
 /// A line on standard error.
 void note(const std::string& text);

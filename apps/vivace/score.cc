@@ -22,7 +22,8 @@ namespace {
 
 Result<int32_t> separator_of(const ScoreArgs& args, const model::ModelConfig& config) {
   if (!args.separator_id && config.eos_ids.empty()) {
-    return not_found("--separator-id: the model names no end token; give the id that ends a document");
+    return invalid_argument(
+        "--separator-id has no default here: the model names no end token; give the id that ends a document");
   }
   const int32_t id = args.separator_id ? *args.separator_id : config.eos_ids.front();
   if (id >= config.vocab) {
@@ -33,7 +34,7 @@ Result<int32_t> separator_of(const ScoreArgs& args, const model::ModelConfig& co
 
 Status check_router_inputs(const std::string& path, const model::ModelConfig& config) {
   if (path.empty()) return {};
-  if (!config.is_moe()) return invalid_argument("--router-inputs: the model has no routers");
+  if (!config.is_moe()) return invalid_argument("--router-inputs is '{}', needs a model with routers", path);
   std::error_code ignored;
   if (std::filesystem::exists(std::filesystem::symlink_status(path, ignored))) {
     return invalid_argument("--router-inputs is '{}', needs a path where nothing is", path);

@@ -3,10 +3,11 @@
 import array
 import json
 import pathlib
+import shutil
 import struct
 import tempfile
 
-from vivace import Case, HY3, QWEN, SMOLLM2, main, vivace
+from vivace import Case, HY3, QWEN, main, vivace
 
 
 def safetensors(path):
@@ -66,9 +67,6 @@ class Score(Case):
                 self.fails(1, f"--router-inputs: {path}: cannot be written: No such file", "score", "--model", QWEN,
                            "--text-file", "/nowhere/text.txt", "--window", 64, "--router-inputs", path)
             self.assertEqual(sorted(path.name for path in pathlib.Path(folder).iterdir()), ["inputs.safetensors", "link"])
-        if SMOLLM2.exists():
-            self.fails(2, "--router-inputs: the model has no routers", "score", "--model", SMOLLM2, "--text-file", QWEN / "sample.txt",
-                       "--window", 64, "--router-inputs", "/nowhere/inputs")
 
     def test_inputs_of_routers_that_do_not_fit_on_the_disk(self):
         """The perplexity is said all the same, and what was written in part is gone: the same call is not refused."""
@@ -88,6 +86,20 @@ class Score(Case):
         self.fails(2, "--window is 99999, needs 2 to", "score", "--model", QWEN, "--text-file", QWEN / "sample.txt", "--window", 99999)
         self.fails(1, "no tokenizer", "score", "--model", HY3, "--text-file", QWEN / "sample.txt", "--window", 128)
         self.fails(2, "77777", *base, "--text-file", QWEN / "sample.txt", "--separator-id", 77777)
+
+    def test_flags_that_the_model_judges(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = pathlib.Path(folder) / "model"
+            shutil.copytree(QWEN, model)
+            (model / "generation_config.json").unlink(missing_ok=True)
+            config = json.loads((QWEN / "config.json").read_text())
+            del config["eos_token_id"]
+            score = ["score", "--model", model, "--window", 64, "--text-file", QWEN / "sample.txt"]
+            (model / "config.json").write_text(json.dumps(config))
+            self.fails(2, "--separator-id has no default here: the model names no end token", *score)
+            (model / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+            self.fails(2, "--router-inputs is '/nowhere/inputs', needs a model with routers", *score, "--separator-id", 0,
+                       "--router-inputs", "/nowhere/inputs")
 
 
 if __name__ == "__main__":
