@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstdlib>
+#include <utility>
 
 namespace vivace {
 
@@ -86,7 +87,10 @@ Status no_row_fits(std::string_view op, std::string_view preferred, const std::v
   std::string text = preferred.empty()
                          ? fmt::format("{}: no implementation fits this call", op)
                          : fmt::format("{}: the preferred row '{}' does not fit this call", op, preferred);
-  for (const Refusal& refusal : refused) text += fmt::format(" / {}: {}", refusal.row, refusal.reason);
+  const char* separator = ": ";
+  for (const Refusal& refusal : refused) {
+    text += fmt::format("{}{}: {}", std::exchange(separator, "; "), refusal.row, refusal.reason);
+  }
   return Status(Code::unsupported, std::move(text));
 }
 
