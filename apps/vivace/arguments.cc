@@ -352,8 +352,9 @@ void add_score(CLI::App& app, ScoreArgs& a) {
           "Token that ends a document [the model's end token]",
           [&](int64_t n) { a.separator_id = static_cast<int32_t>(n); });
   filled(c, "--router-inputs", "FILE",
-         "Write what the routers of a mixture of experts are given: safetensors, a tensor "
-         "model.layers.N.router_input [tokens, hidden] each",
+         "Write what the routers of a mixture of experts are given: safetensors, a tensor\n"
+         "model.layers.N.router_input [tokens, hidden] each. The file must not exist;\n"
+         "a model without routers is refused",
          a.router_inputs);
   c.add_flag("--json", a.json, "One JSON document instead of text");
   add_engine(c, a.engine);
@@ -624,13 +625,13 @@ void add_serve(CLI::App& app, ServeArgs& a) {
       "not,\n"
       "/v1/models, /health, /metrics (Prometheus), and what benchmark clients of other servers ask for "
       "(/generate,\n"
-      "/get_server_info, /flush_cache). SIGTERM, SIGINT and SIGHUP end it: running requests have --shutdown-timeout "
+      "/get_server_info, /flush_cache). SIGTERM, SIGINT and SIGHUP end it: running requests have "
+      "--shutdown-timeout "
       "to "
       "finish,\n"
       "a second signal ends them at once; either way their clients are told. The log is one JSON object a "
-      "line "
-      "on\n"
-      "standard error.",
+      "line\n"
+      "on standard error, between lines of plain text that say where it listens and how it ends.",
       "Examples:\n"
       "  vivace serve --model model.gguf\n"
       "  vivace serve --model model.gguf --host 0.0.0.0 --port 8080 --api-key-file keys.txt --max-queue 256\n"

@@ -143,6 +143,12 @@ class UsageErrors(Case):
         for limit in ["--max-batch 1..4096", "--token-budget 1..1048576", "--requests 1..1000000", "at least --max-batch"]:
             self.assertIn(limit, text)
 
+    def test_help_says_what_else_a_command_writes_and_refuses(self):
+        text = self.ok("score", "--help").text
+        for words in ["The file must not exist;\n", "a model without routers is refused\n"]:
+            self.assertIn(words, text)
+        self.assertIn("between lines of plain text", self.ok("serve", "--help").text)
+
     def test_dtype_is_what_the_device_computes_in(self):
         self.ok(*GENERATE, "--dtype", "f32", "--max-tokens", 1)
         self.fails(2, "--dtype is 'bf16', needs auto or f32", *GENERATE, "--dtype", "bf16")
