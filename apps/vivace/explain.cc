@@ -150,8 +150,10 @@ Status add_reasons(std::vector<bench::RowUse>& rows, const std::vector<model::Op
 
 std::vector<std::pair<std::string, std::string>> settings_of(const EngineOptions& o) {
   const auto yes = [](bool value) { return std::string(value ? "yes" : "no"); };
+  const DType own = o.device == "cpu" ? DType::f32 : DType::bf16;
+  const DType kv_dtype = o.kv_dtype == DType::none ? own : o.kv_dtype;
   return {{"device", o.device},
-          {"kv-dtype", std::string(name_of(o.kv_dtype))},
+          {"kv-dtype", std::string(name_of(kv_dtype))},
           {"exact", yes(o.exact)},
           {"deterministic", yes(o.deterministic)},
           {"router-mode", o.router_mode},

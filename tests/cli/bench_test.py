@@ -136,6 +136,7 @@ class BenchStep(Case):
         got = self.ok("bench", "step", "--model", HY3, "--batch", "1,3", "--context", 100, "--steps", 8, "--json", "-").json
         self.assertEqual([point["batch"] for point in got["points"]], [1, 3])
         self.assertEqual((got["context"], got["steps"], got["benchmark"]), (100, 8, "step"))
+        self.assertEqual(got["settings"]["kv-dtype"], "f32", "what runs where nothing is asked for")
         self.assertGreater(got["read_bytes_per_s"], 1e8)
         for point in got["points"]:
             self.assertTrue(0 < point["p10_us"] <= point["us"] <= point["p90_us"], point)
