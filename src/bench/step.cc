@@ -278,16 +278,16 @@ Json json_of(const StepOperator& o, const StepPoint& point) {
 /// The table of a batch's operators, the step below their sum.
 std::string operators_text(const StepPoint& point) {
   const double sum = point.operators_us();
-  std::string out =
-      fmt::format("\nbatch {}\n{:<20}{:<20}{:>6}{:>10}{:>11}{:>10}{:>8}{:>11}{:>10}\n", point.batch,
-                  "operator", "row", "calls", "MB/call", "us/call", "us", "share", "floor us", "of floor");
+  std::string out = fmt::format("\nbatch {}\n{:<20}{:<20}{:>6}{:>10}{:>13}{:>11}{:>10}{:>8}{:>11}{:>10}\n",
+                                point.batch, "operator", "row", "calls", "MB/call", "MFLOP/call", "us/call",
+                                "us", "share", "floor us", "of floor");
   for (const StepOperator& o : point.operators) {
-    out += fmt::format("{:<20}{:<20}{:>6}{:>10.3f}{:>11.2f}{:>10.1f}{:>7.1f}%{:>11.1f}{:>10.3f}\n", o.op,
-                       o.row, o.calls, 1e-6 * o.bytes_per_call(), o.us_per_call(), o.us,
-                       100 * quotient(o.us, sum), o.floor_us, o.share_of_floor());
+    out += fmt::format("{:<20}{:<20}{:>6}{:>10.3f}{:>13.3f}{:>11.2f}{:>10.1f}{:>7.1f}%{:>11.1f}{:>10.3f}\n",
+                       o.op, o.row, o.calls, 1e-6 * o.bytes_per_call(), 1e-6 * o.flops_per_call(),
+                       o.us_per_call(), o.us, 100 * quotient(o.us, sum), o.floor_us, o.share_of_floor());
   }
   const auto line = [&](std::string_view name, double us) {
-    out += fmt::format("{:<67}{:>10.1f}\n", name, us);
+    out += fmt::format("{:<80}{:>10.1f}\n", name, us);
   };
   line("sum", sum);
   line("the step, its calls not timed", point.median_us);
@@ -413,7 +413,10 @@ std::string to_text(const StepReport& report) {
         "\nus: the calls of a line in one step, each timed by itself; share: of the sum; floor us: the\n"
         "bytes that they must move over the rate at which this device reads memory. difference: on a GPU\n"
         "the calls of a step overlap and follow each other without the gap that timing leaves around each,\n"
-        "so the sum is larger; where it is smaller, the rest passes between calls.\n";
+        "so the sum is larger; on a CPU it may be, since these are other steps and other work on the "
+        "machine\n"
+        "slows some; where it is smaller, the rest passes between calls. MFLOP/call of linear: two for each\n"
+        "weight and row, which tells its lines apart.\n";
   }
   return out + "\n" + rows_text(report.rows);
 }

@@ -35,6 +35,7 @@ struct StepOperator {
 
   double us_per_call() const { return quotient(us, static_cast<double>(calls)); }
   double bytes_per_call() const { return quotient(bytes, static_cast<double>(calls)); }
+  double flops_per_call() const { return quotient(static_cast<double>(flops), static_cast<double>(calls)); }
   double share_of_floor() const { return quotient(floor_us, us); }
 };
 

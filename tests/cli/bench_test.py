@@ -193,6 +193,10 @@ class BenchStep(Case):
                         r"(?m)^the step, its calls not timed +[0-9.]+$", r"(?m)^difference: see below +-?[0-9.]+$"]:
             self.assertRegex(text, pattern)
         self.assertIn("the rest passes between calls", text)
+        self.assertRegex(text, r"(?m)^operator +row +calls +MB/call +MFLOP/call +us/call ")
+        flops = re.findall(r"(?m)^linear +cpu\.\w+ +\d+ +[0-9.]+ +([0-9.]+) ", text)
+        self.assertGreater(len(flops), 1)
+        self.assertEqual(len(flops), len(set(flops)), "each shape has its operations")
 
     def test_text(self):
         run = self.ok("bench", "step", "--model", QWEN, "--batch", 2, "--context", 33, "--steps", 5)
