@@ -18,9 +18,9 @@ bf16             inputs and weight rounded to bf16, the rest as fp32
 float64 is below that of the last one chosen. `units` is the largest shortfall, in units of fp32 rounding, 2^-23 of the larger of both.
 Below two, one for each score, fp32 cannot tell them apart: `excused`.
 
-The exit code is 1 if one of exact is not excused, or if its mean error is above fp32's, for 1 token above 1.5 of it: there cuBLAS's fp32
-is at its most accurate, for qwen3 1.2 times as accurate as exact. It is 2 if there is no verdict: for arguments and files that are
-refused, packages that are missing and programs that fail.
+The exit code is 1 if one of exact is not excused, or if its mean error is above fp32's, as is expected on an H200 for qwen3 with 1 token:
+there cuBLAS's fp32 is at its most accurate. It is 2 if there is no verdict: for arguments and files that are refused, packages that are
+missing and programs that fail.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from typing import Any, Callable, NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 UNIT, EXCUSED_UNITS = 2.0**-23, 2.0
 TOKENS_OF_A_WEIGHT = 1 << 18  # then another is drawn
-ERROR_OF_FP32 = {1: 1.5}  # by number of tokens, else 1: how much of fp32's error exact may have
 SCORES_ALONE = "takes part in the choice, which is by scores alone here"
 ROUTER_WEIGHT = re.compile(r"model\.layers\.(\d+)\.mlp\.(?:router\.)?gate\.weight")
 TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -164,10 +163,10 @@ class Report:
 
     def errors(self, router, tokens, means):
         self.rows["errors"].append({"router": router, "tokens": tokens, **means})
-        ratio, allowed = means["exact"] / means["fp32"], ERROR_OF_FP32.get(tokens, 1)
+        ratio = means["exact"] / means["fp32"]
         print(f"{router:<14}{tokens:>7,}" + "".join(f"{means[name]:>11.2e}" for name in ERRORS_OF) + f"{ratio:>12.2f}", flush=True)
-        if not means["exact"] <= allowed * means["fp32"]:
-            self.failures.append(f"{router}, {tokens} token{'s' * (tokens > 1)}: the error of exact is {ratio:.2f} of fp32's, needs at most {allowed}")
+        if not means["exact"] <= means["fp32"]:
+            self.failures.append(f"{router}, {tokens} token{'s' * (tokens > 1)}: the error of exact is {ratio:.2f} of fp32's, needs at most 1")
 
     def perplexity(self, mode, result):
         self.rows["perplexity"].append({"mode": mode, **result})

@@ -3,6 +3,9 @@
 // Values of a row as fp32, eight neighbours to a lane, and how they leave: as f32 or bf16, or quantised to fp8 with a given
 // scale or one made of them.
 
+#include <algorithm>
+
+#include "src/core/dispatch.h"
 #include "src/device/number.h"
 #include "src/device/reduce.h"
 #include "vivace/quantize_fp8.h"
@@ -66,6 +69,16 @@ __device__ __forceinline__ Fp8Target fp8_target(fp8* y, int64_t y_stride, float*
 
 /// Values that a lane holds, and lanes that share a made scale.
 inline constexpr int kOfLane = 8, kLanesPerScale = kScaleBlock / kOfLane;
+
+/// On the host: whether rows of `width` are whole groups of eight in each of these tensors, aligned to 16 bytes or to a group's
+/// size. Absent ones are.
+template <class... T>
+bool are_wide(int64_t width, const T&... tensors) {
+  const auto aligned = [](const Tensor& t) {
+    return !t.present() || alignment_of(t) % std::min<int64_t>(16, kOfLane * info_of(t.dtype).block_bytes) == 0;
+  };
+  return width % kOfLane == 0 && (aligned(tensors) && ...);
+}
 
 /// Elements [begin, begin + 8) of a row of `width`; those past its end are 0. kWide: groups of eight are whole and aligned
 /// to 16 bytes, or to their size.

@@ -282,7 +282,7 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
         .define("intermediate * 2", 2 * args.down.shape[2], "2 * down.shape[2]")
         .dtype("gate_up", args.gate_up, kWeights)
         .dtype("down", args.down, kWeights);
-    VIVACE_TRY(check_kind(check, args, {fp8, blocks}));
+    if (!quantises(args)) VIVACE_TRY(check_kind(check, args, {fp8, blocks}));
     check.given("act_scale", args.act_scale, fp8 && !blocks,
                 fp8 && !blocks ? "a scale with one scale an expert" : "none");
     if (fp8 && blocks) {

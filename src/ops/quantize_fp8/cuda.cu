@@ -69,10 +69,7 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
 
 Status quantize_fp8_cuda(const QuantizeFp8Args& args, const Stream& stream) {
   const int64_t tokens = args.x.shape[0], width = args.x.shape[1];
-  const int64_t element = info_of(args.x.dtype).block_bytes;
-  const bool wide = width % kOfLane == 0 &&
-                    alignment_of(args.x) % std::min<int64_t>(16, kOfLane * element) == 0 &&
-                    alignment_of(args.y) % kOfLane == 0;
+  const bool wide = are_wide(width, args.x, args.y);
   const Params params{.x = args.x.data,
                       .y = args.y.as<fp8>(),
                       .scales = args.scale.as<float>(),

@@ -130,11 +130,6 @@ __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_con
   }
 }
 
-/// Whether groups of eight values are whole and aligned, to 16 bytes or their size.
-bool is_wide(const Tensor& t) {
-  return !t.present() || alignment_of(t) % std::min<int64_t>(16, kOfLane * info_of(t.dtype).block_bytes) == 0;
-}
-
 }  // namespace
 
 Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
@@ -156,8 +151,7 @@ Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
                              .weight_type = args.weight.dtype,
                              .scaling = args.y_scaling,
                              .eps = static_cast<float>(args.eps)};
-    const bool wide = args.x.shape[1] % kOfLane == 0 && is_wide(args.x) && is_wide(args.residual) &&
-                      is_wide(args.weight) && is_wide(args.y);
+    const bool wide = are_wide(args.x.shape[1], args.x, args.residual, args.weight, args.y);
     const auto with_pieces = [&]<int kPieces, bool kWide>() {
       const int64_t of_warp = int64_t{32} * kOfLane * kPieces;
       const int64_t warps = (args.x.shape[1] + of_warp - 1) / of_warp;

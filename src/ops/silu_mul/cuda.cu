@@ -100,9 +100,6 @@ __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_con
 
 Status silu_mul_cuda(const SiluMulArgs& args, const Stream& stream) {
   const int64_t tokens = args.gate.shape[0], intermediate = args.gate.shape[1];
-  const auto fits = [](const Tensor& t) {
-    return alignment_of(t) % std::min<int64_t>(16, kOfLane * info_of(t.dtype).block_bytes) == 0;
-  };
   const Params params{.gate = args.gate.data,
                       .up = args.up.data,
                       .y = args.y.data,
@@ -113,7 +110,7 @@ Status silu_mul_cuda(const SiluMulArgs& args, const Stream& stream) {
                       .y_stride = args.y.stride[0],
                       .scale_stride = args.y_scale.stride[0],
                       .scaling = args.y_scaling};
-  const bool wide = intermediate % kOfLane == 0 && fits(args.gate) && fits(args.up) && fits(args.y);
+  const bool wide = are_wide(intermediate, args.gate, args.up, args.y);
   const bool fp8_y = args.y.dtype == DType::fp8_e4m3, by_row = fp8_y && args.y_scaling == Fp8Scaling::token;
   // A row's threads are whole warps, so that lanes which share a scale are there together.
   const int64_t pieces = (intermediate + kOfLane - 1) / kOfLane;
