@@ -179,6 +179,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                     .x_scaling = input.scaling,
                     .exact = graph.exact,
                     .batch_invariant = graph.deterministic,
+                    .weight_ready = true,
                     .workspace = buffers.linear_scratch};
     args.part_count = 0;
     for (const LinearPart& part : parts) args.parts[args.part_count++] = part;

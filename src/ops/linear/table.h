@@ -22,6 +22,7 @@ using LinearPlans = std::array<const CublasltPlan*, LinearArgs::kMaxParts>;
 Result<std::optional<LinearPlans>> linear_cublaslt_plans(const LinearArgs& args, const Stream& stream);
 Status linear_by_plans(const LinearArgs& args, const LinearPlans& plans, const Stream& stream);
 Status linear_cuda_mma(const LinearArgs& args, const Stream& stream);
+Status linear_sm90_few(const LinearArgs& args, const Stream& stream);
 
 /// tokens, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: how many have a block
 /// format, another type than x, a y that is not f32, a bias that cuBLASLt does not add, an n that is no multiple of 16;
@@ -45,6 +46,18 @@ inline constexpr Need kLinearMmaNeeds[] = {
     {"compute_capability", Need::at_least, 80},
     {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
     {"parts_of_other_type", Need::equals, 0},
+    {"k_bytes", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+};
+// The order of sums is its own.
+inline constexpr Need kLinearSm90FewNeeds[] = {
+    {"compute_capability", Need::equals, 90},
+    {"batch_invariant", Need::equals, 0},
+    {"tokens", Need::at_most, 32},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"parts_of_other_type", Need::equals, 0},
+    {"k_bytes", Need::at_most, 1 << 30},
     {"k_bytes", Need::multiple_of, 16},
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
@@ -84,6 +97,8 @@ inline constexpr Need kLinearCublasltFp8Needs[] = {
 
 inline constexpr Row<LinearArgs> kLinearRows[] = {
 #if VIVACE_CUDA
+    {"sm90.few", Device::cuda, kLinearSm90FewNeeds, linear_sm90_few,
+     "tensor cores, operands straight from memory: decode steps of up to 32 tokens"},
     {"cuda.cublaslt", Device::cuda, kLinearCublasltNeeds, linear_cublaslt,
      "cuBLASLt, an algorithm per shape by its heuristic", linear_cublaslt_workspace},
     {"cuda.cublaslt.fp8", Device::cuda, kLinearCublasltFp8Needs, linear_cublaslt,
