@@ -79,6 +79,10 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+/// Arrives once the calling thread's asynchronous copies so far are complete.
+__device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 /// Arrives and announces `bytes` that copies will bring to this phase.
 __device__ __forceinline__ void arrive_and_expect(Barrier* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),

@@ -37,7 +37,9 @@ struct IndexParams {
 };
 
 /// The sum of `v` over the block, and of the threads before this one in `before`. Two barriers.
+template <int kIndexThreads>
 __device__ __forceinline__ int block_sum(int v, int& before) {
+  constexpr int kWarps = kIndexThreads / 32;
   __shared__ int of_warp[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int inclusive = v;
@@ -63,8 +65,8 @@ constexpr int kSlotsOfThread = 16;  // looked at together, so that their loads a
 
 /// A block per expert: its first row is the number of pairs with a smaller expert, its rows follow the slots' order.
 /// kDense: ids without gaps between tokens, found without a division.
-template <bool kDense>
-__global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__ IndexParams p) {
+template <bool kDense, int kIndexThreads>
+__global__ __launch_bounds__(kIndexThreads) void index_kernel(const __grid_constant__ IndexParams p) {
   wait_for_previous_kernel();
   const int expert = static_cast<int>(blockIdx.x);
   const auto id_of = [&](int slot) {
@@ -73,10 +75,10 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
         p.ids[kDense ? int64_t{slot} : int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k]);
   };
   int smaller = 0, equal = 0;
-  for (int first = threadIdx.x; first < p.slots; first += kThreads * kSlotsOfThread) {
+  for (int first = threadIdx.x; first < p.slots; first += kIndexThreads * kSlotsOfThread) {
     int ids[kSlotsOfThread];
 #pragma unroll
-    for (int i = 0; i < kSlotsOfThread; ++i) ids[i] = id_of(first + i * kThreads);
+    for (int i = 0; i < kSlotsOfThread; ++i) ids[i] = id_of(first + i * kIndexThreads);
 #pragma unroll
     for (int i = 0; i < kSlotsOfThread; ++i) {
       smaller += static_cast<uint32_t>(ids[i]) < static_cast<uint32_t>(expert);
@@ -84,7 +86,7 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
     }
   }
   int unused;
-  const int start = block_sum(smaller, unused), rows = block_sum(equal, unused);
+  const int start = block_sum<kIndexThreads>(smaller, unused), rows = block_sum<kIndexThreads>(equal, unused);
   let_next_kernel_start();
   if (threadIdx.x == 0) {
     p.start[expert] = start;
@@ -95,7 +97,7 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
   constexpr int kSlotsOfWarp = 32 * kSlotsOfThread;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row = start;
-  for (int first = 0; first < p.slots; first += kWarps * kSlotsOfWarp) {
+  for (int first = 0; first < p.slots; first += kIndexThreads * kSlotsOfThread) {
     const int slot = first + warp * kSlotsOfWarp + lane;
     int ids[kSlotsOfThread];
 #pragma unroll
@@ -107,7 +109,7 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
       if (lane == i) matches = found;
     }
     int before;
-    const int found = block_sum(__popc(matches), before);
+    const int found = block_sum<kIndexThreads>(__popc(matches), before);
     const int at = row + before;  // of a lane's own 32 slots
     for (uint32_t some = __ballot_sync(0xffffffffu, matches != 0); some != 0; some &= some - 1) {
       const int i = __ffs(static_cast<int>(some)) - 1;
@@ -118,6 +120,35 @@ __global__ __launch_bounds__(kThreads) void index_kernel(const __grid_constant__
       p.row_of_slot[slot + 32 * i] = place;
     }
     row += found;
+  }
+}
+
+// ---- rows of x in the order of experts
+
+struct GatherParams {
+  const uint8_t* x;
+  uint8_t* rows;
+  const int32_t *token_of_row, *last_start, *last_rows;
+  int64_t x_stride, row_bytes;
+};
+
+/// A warp per row, chunks of 16 bytes.
+__global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant__ GatherParams p) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (row >= *p.last_start + *p.last_rows) return;
+  const uint8_t* from = p.x + p.token_of_row[row] * p.x_stride;
+  uint8_t* to = p.rows + row * p.row_bytes;
+  constexpr int kAhead = 8;
+  for (int64_t at = threadIdx.x % 32 * 16; at < p.row_bytes; at += kAhead * 32 * 16) {
+    uint4 v[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (at + i * 512 < p.row_bytes) v[i] = *reinterpret_cast<const uint4*>(from + at + i * 512);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (at + i * 512 < p.row_bytes) *reinterpret_cast<uint4*>(to + at + i * 512) = v[i];
   }
 }
 
@@ -231,6 +262,28 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
     up.y = part.wide;
     up.y_type = DType::f32;
   }
+  // Products of many rows are faster where these lie one after another; `out` is free until the down product.
+  constexpr int64_t kManyRows = 256;
+  if (product == gemm::run_sm90 && gemm::sm90_can(up) && up.a_index != nullptr &&
+      up.rows > kManyRows * up.groups) {
+    const int64_t row_bytes = hidden * info_of(x.dtype).block_bytes;
+    GatherParams gather;
+    gather.x = x.as<const uint8_t>();
+    gather.rows = reinterpret_cast<uint8_t*>(part.out);
+    gather.token_of_row = up.a_index;
+    gather.last_start = groups.group_start + groups.groups - 1;
+    gather.last_rows = groups.group_rows + groups.groups - 1;
+    gather.x_stride = x.stride[0] * info_of(x.dtype).block_bytes;
+    gather.row_bytes = row_bytes;
+    const LaunchShape shape{.grid = dim3(static_cast<unsigned>((up.rows + kWarps - 1) / kWarps)),
+                            .block = dim3(kThreads),
+                            .overlap_previous = true};
+    VIVACE_TRY(launch("fused_moe rows", gather_kernel, shape, stream, gather));
+    up.a = part.out;
+    up.a_stride = hidden;
+    up.a_scale_index = up.a_index;
+    up.a_index = nullptr;
+  }
   VIVACE_TRY(product("fused_moe gate and up", up, stream));
 
   gemm::Problem down = groups;
@@ -239,6 +292,7 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
   down.a = part.hidden;
   down.a_stride = part.stride;
   down.a_index = nullptr;
+  down.a_scale_index = nullptr;
   down.b = m.down.data;
   down.b_stride = m.down.stride[0];
   down.b_group_stride = m.down_step;
@@ -287,9 +341,14 @@ Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t 
     index.rows = s.rows;
     index.token_of_row = s.token_of_row;
     index.row_of_slot = s.row_of_slot;
-    const LaunchShape shape{
-        .grid = dim3(static_cast<unsigned>(experts)), .block = dim3(kThreads), .overlap_previous = true};
-    const auto kernel = index.ids_stride == top_k ? index_kernel<true> : index_kernel<false>;
+    // A round of a block's threads over the ids takes a memory latency.
+    constexpr int kFewThreads = 256, kManyThreads = 1024, kManySlots = 2 * kFewThreads * kSlotsOfThread;
+    const bool many = index.slots >= kManySlots, dense = index.ids_stride == top_k;
+    const LaunchShape shape{.grid = dim3(static_cast<unsigned>(experts)),
+                            .block = dim3(many ? kManyThreads : kFewThreads),
+                            .overlap_previous = true};
+    const auto kernel = dense ? (many ? index_kernel<true, kManyThreads> : index_kernel<true, kFewThreads>)
+                              : (many ? index_kernel<false, kManyThreads> : index_kernel<false, kFewThreads>);
     VIVACE_TRY(launch("fused_moe index", kernel, shape, stream, index));
     gemm::Problem groups;
     groups.a_index = s.token_of_row;

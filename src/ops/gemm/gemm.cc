@@ -22,9 +22,6 @@ Status run(std::string_view name, const Problem& problem, const Stream& stream) 
                                       : run_fp8_block(name, problem, stream);
 }
 
-namespace {
-
-/// What counts in 32 bits, and steps that a tensor copy can take. Gate and up are one tensor to it.
 bool sm90_can(const Problem& p) {
   constexpr int64_t kFar = int64_t{1} << 40, kMostBytes = int64_t{1} << 36, kMostRows = INT32_MAX;
   const int64_t size = p.type == DType::bf16 ? 2 : 1;
@@ -34,11 +31,10 @@ bool sm90_can(const Problem& p) {
   const auto steps = [&](int64_t count, int64_t stride) {
     return count <= 1 || (stride > 0 && stride * size < kFar);
   };
-  return steps(p.n, p.b_stride) && steps(p.groups, p.b_group_stride) && p.rows < kMostRows &&
+  return steps(p.n, p.b_stride) && steps(p.groups, p.b_group_stride) &&
+         (p.a_index != nullptr || steps(p.rows, p.a_stride)) && p.rows < kMostRows &&
          p.rows * p.a_stride * size < kMostBytes && (p.rows / 64 + p.groups) * (p.n / 64 + 1) < kMostRows;
 }
-
-}  // namespace
 
 Status run_sm90(std::string_view name, const Problem& problem, const Stream& stream) {
   if (problem.rows <= 0 || problem.n <= 0 || problem.groups <= 0) return {};

@@ -40,6 +40,7 @@ struct Problem {
   const float* a_scale =
       nullptr;  ///< fp8 alone, as those of B; element row · stride + group · group stride (+ block)
   int64_t a_scale_stride = 0, a_scale_group_stride = 0;
+  const int32_t* a_scale_index = nullptr;  ///< where sm90_can(), without a_index: row of the scales of blocks for row r
   const float* b_scale = nullptr;  ///< element group · group stride (+ block of n · stride + block of k)
   const float* b_up_scale = nullptr;
   int64_t b_scale_stride = 0, b_scale_group_stride = 0;

@@ -10,7 +10,7 @@
 //
 // Rows of B are the rows of a product and rows of A its columns, of which a tile has as many as its group needs, in steps of
 // 32: dozens of rows waste little, and B is read once. A CTA stays and takes every gridDim-th tile. One warp group fills a
-// ring of stages: B by tensor copies, A by copies of 16 bytes wherever its rows lie. Two warp groups multiply 64 rows of B
+// ring of stages: B by tensor copies, A as well where its rows lie in order, else by copies of 16 bytes. Two warp groups multiply 64 rows of B
 // each. Tensor cores add fp8 products with 13 bits, so sums of a stage, which is a block of scales, are added up in fp32.
 //
 // `gated` interleaves rows of gate and up in blocks of 8, by the tensor copy: a thread then holds both values of a column.
@@ -29,20 +29,22 @@
 
 namespace vivace::gemm {
 
-template <class E, bool kBlockScales, bool kGated, int kRows_>
+/// kGather_: rows of A lie anywhere, else one after another.
+template <class E, bool kBlockScales, bool kGated, bool kGather_, int kRows_>
 struct WideTile {
+  static constexpr bool kGather = kGather_;
   static constexpr int kRows = kRows_;                           // of A, at most
-  static constexpr int kBRows = 128;                             // of B, of gate and up together if gated
+  static constexpr int kGroups = 2;                              // warp groups that multiply
+  static constexpr int kBRows = 64 * kGroups;                    // of B, of gate and up together if gated
   static constexpr int kColumns = kGated ? kBRows / 2 : kBRows;  // of y
-  static constexpr int kConsumers = 256, kProducers = 128, kThreads = kConsumers + kProducers;
+  static constexpr int kConsumers = 128 * kGroups, kProducers = 128, kThreads = kConsumers + kProducers;
   static constexpr bool kPromotes = sizeof(E) == 1;
   static constexpr int kBBytes = kBRows * kRowBytes, kABytes = kRows * kRowBytes;
   static constexpr int kScaleBytes = kBlockScales ? (kRows * 4 + 1023) / 1024 * 1024 : 0;
   static constexpr int kStageBytes = kBBytes + kABytes + kScaleBytes;
-  // Of y on its way to memory, a part for each consumer group.
-  static constexpr int kOutWidth =
-      (kGated ? static_cast<int>(sizeof(E)) : 2) * kColumns / 2;  // bytes of a row
-  static constexpr int kOutBytes = 2 * kRows * kOutWidth;
+  // Of y on its way to memory, a part for each group that multiplies.
+  static constexpr int kOutWidth = (kGated ? static_cast<int>(sizeof(E)) * 32 : 2 * 64);  // bytes of a row
+  static constexpr int kOutBytes = kGroups * kRows * kOutWidth;
   static constexpr int kListBytes = (3 * kMostGroups + 1 + kThreads / 32) * static_cast<int>(sizeof(int32_t));
   static constexpr int kMostStages = 8,
                        kBarrierBytes = 2 * kMostStages * static_cast<int>(sizeof(device::Barrier));
@@ -51,8 +53,10 @@ struct WideTile {
   static constexpr int kBarriersAt = kStages * kStageBytes + kOutBytes;
   static constexpr int kListAt = kBarriersAt + kBarrierBytes;
   static constexpr int kSmemBytes = kListAt + kListBytes;
-  static constexpr int kLate = 2;  // stages of A that are under way when one is declared full
-  static_assert(kStages > kLate && kRows % 32 == 0);
+  static constexpr int kBoxRows = 32;  // of A, in a box of the tensor copy
+  // Stages of gathered A that are under way when one is declared full. Products of bf16 keep a stage longer.
+  static constexpr int kLate = kStages > (kPromotes ? 3 : 4) ? 2 : 1;
+  static_assert(kStages > kLate + !kPromotes && kRows % 32 == 0);
 };
 
 /// The groups with their rows clipped to those there are, and how many tiles come before each.
@@ -104,9 +108,9 @@ struct WideTileAt {
 /// A warp's walk over the tiles of its CTA, in the order of groups; rows of a group that meet the same weights lie together.
 struct TileWalk {
   const GroupList& list;
-  int groups, column_tiles, columns, tile, group = 0;
+  int groups, tile, group = 0;
 
-  template <int kRows>
+  template <class T>
   __device__ __forceinline__ bool next(WideTileAt& at) {
     if (tile >= list.tiles[groups]) return false;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -116,99 +120,184 @@ struct TileWalk {
       group += passed;
       if (passed < 32) break;
     }
-    const int place = tile - list.tiles[group], rows = list.rows[group];
-    const int blocks = (rows + kRows - 1) / kRows, block = place % blocks;
-    const auto begin_of = [&](int b) { return static_cast<int>(int64_t{rows} * b / blocks); };
+    const auto place = static_cast<unsigned>(tile - list.tiles[group]);
+    const auto rows = static_cast<unsigned>(list.rows[group]);
+    unsigned column = place, begin = 0, count = rows;
+    if (rows > T::kRows) {
+      const unsigned blocks = (rows + T::kRows - 1) / T::kRows, block = place % blocks;
+      const unsigned each = rows / blocks, more = rows % blocks;  // the first `more` have one more
+      column = place / blocks;
+      begin = block * each + min(block, more);
+      count = each + (block < more);
+    }
     at.group = group;
-    at.row = list.start[group] + begin_of(block);
-    at.rows = begin_of(block + 1) - begin_of(block);
-    at.column = place / blocks * columns;
+    at.row = list.start[group] + static_cast<int>(begin);
+    at.rows = static_cast<int>(count);
+    at.column = static_cast<int>(column) * T::kColumns;
     tile += static_cast<int>(gridDim.x);
     return true;
   }
 };
 
+struct WideMaps {
+  CUtensorMap a, b;  ///< a: where rows lie one after another
+};
+
 /// Fills the ring. By a warp group.
 template <class T, class E>
-__device__ __forceinline__ void feed(const CUtensorMap& map, const Problem& p, TileWalk walk, int steps,
-                                     uint8_t* smem, device::Barrier* full, device::Barrier* empty) {
-  constexpr int kRowsAtOnce = T::kProducers / kChunks, kCopies = T::kRows / kRowsAtOnce;
-  const int thread = static_cast<int>(threadIdx.x) - T::kConsumers, lane = thread % 32;
-  const int copy_row = thread / kChunks, chunk = thread % kChunks;
-  const auto* a = static_cast<const uint8_t*>(p.a);
-  const int64_t a_bytes = p.a_stride * static_cast<int64_t>(sizeof(E));
-  const int k_bytes = static_cast<int>(p.k) * static_cast<int>(sizeof(E));
-  device::RingPosition<T::kStages> at, late;
-  at.parity = 1;
-  int under_way = 0;
-  const auto declare_full = [&] {  // what this thread wrote is seen by the products
-    device::publish_to_async_proxy();
-    __syncwarp();
-    if (lane == 0) device::arrive(full + late.stage);
-    late.next();
-  };
-  WideTileAt tile;
-  while (walk.next<T::kRows>(tile)) {
-    const int row_steps = (tile.rows + 31) / 32;  // of 32
-    uint32_t from[kCopies];  // where rows of A begin, in chunks; rows past the last repeat it
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      if (i / 2 >= row_steps) break;
-      const int row = tile.row + min(copy_row + i * kRowsAtOnce, tile.rows - 1);
-      const int64_t source = p.a_index != nullptr ? p.a_index[row] : row;
-      from[i] = static_cast<uint32_t>(source * a_bytes / kChunkBytes);
+struct Feed {
+  const WideMaps& maps;
+  const Problem& p;
+  int steps;
+  uint8_t* smem;
+  device::Barrier *full, *empty;
+
+  __device__ __forceinline__ void run(TileWalk walk) const {
+    if constexpr (T::kGather) {
+      gather(walk);
+    } else {
+      const int warp = static_cast<int>(threadIdx.x) / 32 - T::kConsumers / 32;
+      if (warp == 0) copy_boxes(walk);
+      if (T::kScaleBytes > 0 && warp == 1) copy_scales(walk);
     }
-    int32_t scale_rows[(T::kRows + T::kProducers - 1) / T::kProducers];
-    if constexpr (T::kScaleBytes > 0) {
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(std::size(scale_rows)); ++i) {
-        const int row = tile.row + min(thread + i * T::kProducers, tile.rows - 1);
-        scale_rows[i] = p.a_index != nullptr ? p.a_index[row] : row;
-      }
+  }
+  /// Arrivals at a full barrier.
+  static constexpr int kArrivals = 1 + (T::kGather ? T::kProducers / 32 : T::kScaleBytes > 0 ? 32 : 0);
+
+ private:
+  /// By one thread: announces a stage and brings its part of B.
+  __device__ __forceinline__ void copy_b(const WideTileAt& tile, int step, uint32_t stage,
+                                         int more_bytes) const {
+    const int k = step * kRowBytes - static_cast<int>(p.k_offset);
+    uint8_t* const to = smem + stage * T::kStageBytes;
+    device::arrive_and_expect(full + stage, T::kBBytes + more_bytes);
+    if constexpr (T::kColumns < T::kBRows) {
+      device::tensor_load(to, &maps.b, full + stage, k, 0, 0, tile.column / 8, tile.group);
+    } else {
+      device::tensor_load(to, &maps.b, full + stage, k, tile.column, tile.group, 0, 0);
     }
-    for (int step = 0; step < steps; ++step, at.next()) {
-      device::wait_for(empty + at.stage, at.parity);
-      uint8_t* const stage = smem + at.stage * T::kStageBytes;
-      const int k = step * kRowBytes - static_cast<int>(p.k_offset);
-      if (thread == 0) {
-        device::arrive_and_expect(full + at.stage, T::kBBytes);
-        if constexpr (T::kColumns < T::kBRows) {
-          device::tensor_load(stage, &map, full + at.stage, k, 0, 0, tile.column / 8, tile.group);
-        } else {
-          device::tensor_load(stage, &map, full + at.stage, k, tile.column, tile.group, 0, 0);
-        }
-      }
-      const int byte = k + chunk * kChunkBytes;
-      const bool inside = byte >= 0 && byte < k_bytes;
-      uint8_t* to = stage + T::kBBytes + device::swizzled<kRowBytes>(copy_row, chunk);
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (i / 2 >= row_steps) break;
-        device::copy_16_async(to + i * kRowsAtOnce * kRowBytes,
-                              a + int64_t{from[i]} * kChunkBytes + (inside ? byte : 0), inside);
-      }
-      if constexpr (T::kScaleBytes > 0) {
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(std::size(scale_rows)); ++i) {
-          const int row = thread + i * T::kProducers;
-          if (row < 32 * row_steps) {
-            device::copy_4_async(stage + T::kBBytes + T::kABytes + row * 4,
-                                 p.a_scale + scale_rows[i] * p.a_scale_stride + step);
+  }
+
+  /// Of rows one after another all comes in boxes. Rows behind the last are of the next group, or zeros.
+  __device__ __forceinline__ void copy_boxes(TileWalk walk) const {
+    device::RingPosition<T::kStages> at;
+    at.parity = 1;
+    WideTileAt tile;
+    while (walk.next<T>(tile)) {
+      if (threadIdx.x == T::kConsumers) {
+        const int boxes = (tile.rows + T::kBoxRows - 1) / T::kBoxRows;
+        for (int step = 0; step < steps; ++step, at.next()) {
+          device::wait_for(empty + at.stage, at.parity);
+          copy_b(tile, step, at.stage, boxes * T::kBoxRows * kRowBytes);
+          const int k = step * kRowBytes - static_cast<int>(p.k_offset);
+          uint8_t* const to = smem + at.stage * T::kStageBytes + T::kBBytes;
+          for (int i = 0; i < boxes; ++i) {
+            device::tensor_load(to + i * T::kBoxRows * kRowBytes, &maps.a, full + at.stage, k,
+                                tile.row + i * T::kBoxRows, 0, 0, 0);
           }
         }
       }
-      device::commit_copies();
-      if (under_way < T::kLate) {
-        ++under_way;
-        continue;
-      }
-      device::wait_for_copies<T::kLate>();
-      declare_full();
+      __syncwarp();
     }
   }
-  device::wait_for_copies<0>();
-  for (; under_way > 0; --under_way) declare_full();
-}
+
+  /// Scales of rows, by a warp beside the boxes: they arrive when they are there.
+  __device__ __forceinline__ void copy_scales(TileWalk walk) const {
+    constexpr int kCopies = T::kRows / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    device::RingPosition<T::kStages> at;
+    at.parity = 1;
+    WideTileAt tile;
+    while (walk.next<T>(tile)) {
+      int32_t rows[kCopies];
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int row = tile.row + min(lane + 32 * i, tile.rows - 1);
+        rows[i] = p.a_scale_index != nullptr ? p.a_scale_index[row] : row;
+      }
+      for (int step = 0; step < steps; ++step, at.next()) {
+        device::wait_for(empty + at.stage, at.parity);
+        uint8_t* const to = smem + at.stage * T::kStageBytes + T::kBBytes + T::kABytes;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          if (32 * i >= tile.rows) break;
+          device::copy_4_async(to + (lane + 32 * i) * 4, p.a_scale + rows[i] * p.a_scale_stride + step);
+        }
+        device::arrive_after_copies(full + at.stage);
+      }
+    }
+  }
+
+  /// Of rows anywhere chunks of 16 bytes, 16 rows at once.
+  __device__ __forceinline__ void gather(TileWalk walk) const {
+    constexpr int kRowsAtOnce = T::kProducers / kChunks, kCopies = T::kRows / kRowsAtOnce;
+    constexpr int kScaleCopies = (T::kRows + T::kProducers - 1) / T::kProducers;
+    const int thread = static_cast<int>(threadIdx.x) - T::kConsumers, lane = thread % 32;
+    const int copy_row = thread / kChunks, chunk = thread % kChunks;
+    const auto* a = static_cast<const uint8_t*>(p.a);
+    const int64_t a_bytes = p.a_stride * static_cast<int64_t>(sizeof(E));
+    const int k_bytes = static_cast<int>(p.k) * static_cast<int>(sizeof(E));
+    device::RingPosition<T::kStages> at, late;
+    at.parity = 1;
+    int under_way = 0;
+    const auto declare_full = [&] {  // what this thread wrote is seen by the products
+      device::publish_to_async_proxy();
+      __syncwarp();
+      if (lane == 0) device::arrive(full + late.stage);
+      late.next();
+    };
+    WideTileAt tile;
+    while (walk.next<T>(tile)) {
+      const int row_steps = (tile.rows + 31) / 32;  // of 32
+      uint32_t from[kCopies];  // where rows of A begin, in chunks; rows past the last repeat it
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        if (i / 2 >= row_steps) break;
+        const int64_t source = p.a_index[tile.row + min(copy_row + i * kRowsAtOnce, tile.rows - 1)];
+        from[i] = static_cast<uint32_t>(source * a_bytes / kChunkBytes);
+      }
+      int32_t scale_rows[kScaleCopies];
+      if constexpr (T::kScaleBytes > 0) {
+#pragma unroll
+        for (int i = 0; i < kScaleCopies; ++i)
+          scale_rows[i] = p.a_index[tile.row + min(thread + i * T::kProducers, tile.rows - 1)];
+      }
+      for (int step = 0; step < steps; ++step, at.next()) {
+        device::wait_for(empty + at.stage, at.parity);
+        uint8_t* const stage = smem + at.stage * T::kStageBytes;
+        if (thread == 0) copy_b(tile, step, at.stage, 0);
+        const int byte = step * kRowBytes - static_cast<int>(p.k_offset) + chunk * kChunkBytes;
+        const bool inside = byte >= 0 && byte < k_bytes;
+        uint8_t* to = stage + T::kBBytes + device::swizzled<kRowBytes>(copy_row, chunk);
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          if (i / 2 >= row_steps) break;
+          device::copy_16_async(to + i * kRowsAtOnce * kRowBytes,
+                                a + int64_t{from[i]} * kChunkBytes + (inside ? byte : 0), inside);
+        }
+        if constexpr (T::kScaleBytes > 0) {
+#pragma unroll
+          for (int i = 0; i < kScaleCopies; ++i) {
+            const int row = thread + i * T::kProducers;
+            if (row < 32 * row_steps) {
+              device::copy_4_async(stage + T::kBBytes + T::kABytes + row * 4,
+                                   p.a_scale + scale_rows[i] * p.a_scale_stride + step);
+            }
+          }
+        }
+        device::commit_copies();
+        if (under_way < T::kLate) {
+          ++under_way;
+          continue;
+        }
+        device::wait_for_copies<T::kLate>();
+        declare_full();
+      }
+    }
+    device::wait_for_copies<0>();
+    for (; under_way > 0; --under_way) declare_full();
+  }
+};
 
 /// A warp's share of y: the 16 rows of B that it multiplied, by up to kN rows of A.
 template <class T, class E, int kN>
@@ -217,6 +306,7 @@ struct WideSums {
   const WideTileAt& tile;
   uint8_t* out;           ///< of the warp's group
   int group, warp, lane;  ///< of consumers, of the group, of the warp
+  bool up_first;          ///< of rows of gate and up
 
   static constexpr bool kGated = T::kColumns < T::kBRows;
   static constexpr int kBlocks = kN / 8;  // of 8 rows of A
@@ -225,14 +315,26 @@ struct WideSums {
     return tile.column + (group * 4 + warp) * (kGated ? 8 : 16);
   }
 
-  /// Scales of one per tensor, the gate, the scale of y.
-  __device__ __forceinline__ void finish(float (&sums)[kN / 2], bool up_first) const {
+  /// Scales of one per group, asked for before the products.
+  struct Scales {
+    float first = 1.f, second = 1.f, y = 1.f;
+  };
+  __device__ __forceinline__ Scales scales() const {
+    Scales s;
     if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
       const float a = p.a_scale[tile.group * p.a_scale_group_stride];
-      const float first = a * p.b_scale[tile.group * p.b_scale_group_stride];
-      const float second = kGated ? a * p.b_up_scale[tile.group * p.b_scale_group_stride] : first;
+      s.first = a * p.b_scale[tile.group * p.b_scale_group_stride];
+      s.second = kGated ? a * p.b_up_scale[tile.group * p.b_scale_group_stride] : s.first;
+    }
+    if (kGated && p.y_scale != nullptr) s.y = p.y_scale[tile.group * p.y_scale_group_stride];
+    return s;
+  }
+
+  /// Scales, SiLU.
+  __device__ __forceinline__ void finish(float (&sums)[kN / 2], const Scales& scales) const {
+    if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
 #pragma unroll
-      for (int i = 0; i < kN / 2; ++i) sums[i] *= i % 4 < 2 ? first : second;
+      for (int i = 0; i < kN / 2; ++i) sums[i] *= i % 4 < 2 ? scales.first : scales.second;
     }
     if constexpr (kGated) {
 #pragma unroll
@@ -243,10 +345,7 @@ struct WideSums {
           sums[2 * i + e] = p.gate(up_first ? second : first, up_first ? first : second);
         }
       }
-      if (p.y_scale != nullptr) {
-        device::divide(reinterpret_cast<float(&)[kN / 4]>(sums),
-                       p.y_scale[tile.group * p.y_scale_group_stride]);
-      }
+      if (p.y_scale != nullptr) device::divide(reinterpret_cast<float(&)[kN / 4]>(sums), scales.y);
     }
   }
 
@@ -315,7 +414,7 @@ struct WideSums {
     device::named_barrier(1 + group, 128);
 
     const int thread = warp * 32 + lane;
-    const int column = tile.column + group * (T::kColumns / 2) + thread % kChunksOfRow * 8;
+    const int column = tile.column + group * (T::kColumns / T::kGroups) + thread % kChunksOfRow * 8;
     if (column >= p.n) return;
     if constexpr (kGated && sizeof(E) == 1) {
 #pragma unroll 4
@@ -343,7 +442,31 @@ struct WideSums {
   }
 };
 
+/// Adds a stage's products to sums of the same place; fp8 in blocks, times their scales.
+template <class T, int kCount>
+__device__ __forceinline__ void add_products(float* sums, const float (&products)[kCount],
+                                             const float* row_scales, float b_scale, float b_up_scale) {
+  if constexpr (T::kScaleBytes == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += products[i];
+  } else {
+    row_scales += threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+      const float2 of_rows = *reinterpret_cast<const float2*>(row_scales + 8 * i);
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        const float scale = (v % 2 == 0 ? of_rows.x : of_rows.y) * (v < 2 ? b_scale : b_up_scale);
+        sums[4 * i + v] = fmaf(products[4 * i + v], scale, sums[4 * i + v]);
+      }
+    }
+  }
+}
+
 /// One tile with up to kN rows of A: its products, and what becomes of them.
+///
+/// Products that are added up in fp32 are made in parts of the rows of A: while one part is added, the tensor cores have the
+/// next.
 template <class T, class E, int kN>
 __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt& tile, int steps,
                                               bool up_first, uint8_t* smem, device::Barrier* full,
@@ -352,10 +475,14 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const WideSums<T, E, kN> result{
-      p, tile, smem + T::kStages * T::kStageBytes + group * (T::kOutBytes / 2), group, warp, lane};
+      p,    tile,    smem + T::kStages * T::kStageBytes + group * (T::kOutBytes / T::kGroups), group, warp,
+      lane, up_first};
+  const auto scales = result.scales();
   float sums[kN / 2] = {};
-  float products[T::kPromotes ? kN / 2 : 1];
-
+  const auto release = [&](uint32_t stage) {
+    __syncwarp();
+    if (lane == 0) device::arrive(empty + stage);
+  };
   // Scales of the blocks that the warp's rows of B lie in, loaded a step ahead.
   const float *b_scales = nullptr, *b_up_scales = nullptr;
   float b_scale = 0.f, b_up_scale = 0.f;
@@ -368,57 +495,75 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
     b_scale = b_scales[0];
     b_up_scale = b_up_scales[0];
   }
+  // A product of two reads what it has in common from registers, or shared memory would be read more than it can be.
+  constexpr int kParts = T::kPromotes && !T::kGather && T::kScaleBytes == 0 && kN >= 128 ? 2 : 1,
+                kOfPart = kN / kParts;
+  float products[kParts][T::kPromotes ? kOfPart / 2 : 1];
+  [[maybe_unused]] uint32_t before = at.stage;
   for (int step = 0; step < steps; ++step, at.next()) {
     const uint8_t* stage = smem + at.stage * T::kStageBytes;
-    const uint8_t* b = stage + group * (T::kBBytes / 2);
+    const uint8_t* b = stage + group * (64 * kRowBytes);
     const uint8_t* a = stage + T::kBBytes;
     float next_scale = 0.f, next_up_scale = 0.f;
     if constexpr (T::kScaleBytes > 0) {
       const int ahead = min(step + 1, steps - 1);
       next_scale = b_scales[ahead];
-      if (kGated) next_up_scale = b_up_scales[ahead];
+      next_up_scale = kGated ? b_up_scales[ahead] : next_scale;
     }
     device::wait_for(full + at.stage, at.parity);
-    device::begin_products();
+    uint32_t rows[kSlices][4];
+    if constexpr (kParts > 1) {
 #pragma unroll
-    for (int k = 0; k < kSlices; ++k) {
-      const uint64_t rows = device::swizzled_operand(b + 32 * k),
-                     columns = device::swizzled_operand(a + 32 * k);
-      if constexpr (T::kPromotes) {
-        device::Wgmma<E, kN>::multiply(products, rows, columns, k > 0);
-      } else {
-        device::Wgmma<E, kN>::multiply(sums, rows, columns);
+      for (int k = 0; k < kSlices; ++k) {
+        device::load_matrices(rows[k],
+                              b + device::swizzled<kRowBytes>(16 * warp + lane % 16, 2 * k + lane / 16));
       }
     }
-    device::commit_products();
-    device::wait_for_products<0>();
-    if constexpr (!T::kPromotes) {
-      device::hold_products(sums);
-    } else {
-      device::hold_products(products);
-      if constexpr (T::kScaleBytes == 0) {
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) sums[i] += products[i];
-      } else {
-        const float* scales = reinterpret_cast<const float*>(a + T::kABytes) + lane % 4 * 2;
+    for (int part = 0; part < kParts; ++part) {
+      device::begin_products();
 #pragma unroll
-        for (int i = 0; i < kN / 8; ++i) {
-          const float2 of_rows = *reinterpret_cast<const float2*>(scales + 8 * i);
-#pragma unroll
-          for (int v = 0; v < 4; ++v) {
-            const float scale =
-                (v % 2 == 0 ? of_rows.x : of_rows.y) * (kGated && v >= 2 ? b_up_scale : b_scale);
-            sums[4 * i + v] = fmaf(products[4 * i + v], scale, sums[4 * i + v]);
-          }
+      for (int k = 0; k < kSlices; ++k) {
+        const uint64_t columns = device::swizzled_operand(a + part * kOfPart * kRowBytes + 32 * k);
+        if constexpr (kParts > 1) {
+          device::Wgmma<E, kOfPart>::multiply(products[part], rows[k], columns, k > 0);
+        } else if constexpr (T::kPromotes) {
+          device::Wgmma<E, kN>::multiply(products[0], device::swizzled_operand(b + 32 * k), columns, k > 0);
+        } else {
+          device::Wgmma<E, kN>::multiply(sums, device::swizzled_operand(b + 32 * k), columns);
         }
-        b_scale = next_scale;
-        b_up_scale = next_up_scale;
       }
+      device::commit_products();
     }
-    __syncwarp();
-    if (lane == 0) device::arrive(empty + at.stage);
+    if constexpr (T::kPromotes) {
+      const auto add_part = [&]<int kPart> {
+        if constexpr (kPart < kParts) {
+          device::wait_for_products<kParts - 1 - kPart>();
+          device::hold_products(products[kPart]);
+          if constexpr (kPart == kParts - 1 && T::kScaleBytes == 0) release(at.stage);
+          add_products<T>(sums + kPart * (kOfPart / 2), products[kPart],
+                          reinterpret_cast<const float*>(a + T::kABytes) + kPart * kOfPart, b_scale,
+                          b_up_scale);
+          if constexpr (kPart == kParts - 1 && T::kScaleBytes > 0) release(at.stage);
+        }
+      };
+      add_part.template operator()<0>();
+      add_part.template operator()<1>();
+      b_scale = next_scale, b_up_scale = next_up_scale;
+    } else {
+      if (step > 0) {
+        device::wait_for_products<1>();
+        release(before);
+      }
+      before = at.stage;
+    }
   }
-  result.finish(sums, up_first);
+  if constexpr (!T::kPromotes) {
+    device::wait_for_products<0>();
+    device::hold_products(sums);
+    release(before);
+  }
+  result.finish(sums, scales);
   if (p.y_type == DType::f32) {
     result.store_wide(sums);
   } else {
@@ -427,10 +572,11 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
 }
 
 template <class T, class E>
-__global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_constant__ CUtensorMap map,
+__global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_constant__ WideMaps maps,
                                                               const __grid_constant__ Problem p,
                                                               int column_tiles, int steps, bool up_first) {
   extern __shared__ __align__(1024) uint8_t smem[];
+  using Feeder = Feed<T, E>;
   auto* const full = reinterpret_cast<device::Barrier*>(smem + T::kBarriersAt);
   auto* const empty = full + T::kStages;
   auto* const lists = reinterpret_cast<int32_t*>(smem + T::kListAt);
@@ -438,20 +584,21 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < T::kStages; ++i) {
-      device::init_barrier(full + i, 1 + T::kProducers / 32);
+      device::init_barrier(full + i, Feeder::kArrivals);
       device::init_barrier(empty + i, T::kConsumers / 32);
     }
     device::publish_barriers();
-    device::prefetch_tensor_map(&map);
+    device::prefetch_tensor_map(&maps.b);
+    if (!T::kGather) device::prefetch_tensor_map(&maps.a);
   }
   device::let_next_kernel_start();
   device::wait_for_previous_kernel();
   list.template build<T::kThreads, T::kRows>(p, column_tiles);
-  TileWalk walk{list, static_cast<int>(p.groups), column_tiles, T::kColumns, static_cast<int>(blockIdx.x)};
+  TileWalk walk{list, static_cast<int>(p.groups), static_cast<int>(blockIdx.x)};
 
   if (threadIdx.x >= T::kConsumers) {
     device::give_up_registers<40>();
-    feed<T, E>(map, p, walk, steps, smem, full, empty);
+    Feeder{maps, p, steps, smem, full, empty}.run(walk);
     return;
   }
   device::take_registers<232>();
@@ -460,7 +607,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   const auto multiply = [&]<int kN> {
     if constexpr (kN <= T::kRows) multiply_tile<T, E, kN>(p, tile, steps, up_first, smem, full, empty, at);
   };
-  while (walk.next<T::kRows>(tile)) {
+  while (walk.next<T>(tile)) {
     switch ((tile.rows + 31) / 32) {
       case 1:
         multiply.template operator()<32>();
@@ -484,38 +631,45 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   }
 }
 
-/// Weights as boxes of a stage: 128 bytes of k of 128 rows, or of 64 rows each of gate and up, in turns of 8.
+/// B as boxes of a stage: 128 bytes of k of 128 rows, or of 64 rows each of gate and up, in turns of 8. A as rows of 128 bytes.
 template <class T, class E>
-Status make_map(const Problem& p, CUtensorMap& map) {
+Status make_maps(const Problem& p, WideMaps& maps) {
   constexpr auto kSize = static_cast<int64_t>(sizeof(E));
   const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
   const int64_t row = p.b_stride * kSize, group = p.groups > 1 ? p.b_group_stride * kSize : row;
   if constexpr (T::kColumns == T::kBRows) {
-    return device::make_tensor_map({.data = p.b,
-                                    .extent = {u(p.k * kSize), u(p.n), u(p.groups), 1, 1},
-                                    .stride = {u(row), u(group), u(group), u(group)},
-                                    .box = {kRowBytes, T::kBRows, 1, 1, 1}},
-                                   map);
+    VIVACE_TRY(device::make_tensor_map({.data = p.b,
+                                        .extent = {u(p.k * kSize), u(p.n), u(p.groups), 1, 1},
+                                        .stride = {u(row), u(group), u(group), u(group)},
+                                        .box = {kRowBytes, T::kBRows, 1, 1, 1}},
+                                       maps.b));
   } else {
     const int64_t up = static_cast<const uint8_t*>(p.b_up) - static_cast<const uint8_t*>(p.b);
-    return device::make_tensor_map({.data = p.b,
-                                    .extent = {u(p.k * kSize), 8, 2, u(p.n / 8), u(p.groups)},
-                                    .stride = {u(row), u(up), u(8 * row), u(group)},
-                                    .box = {kRowBytes, 8, 2, T::kColumns / 8, 1}},
-                                   map);
+    VIVACE_TRY(device::make_tensor_map({.data = p.b,
+                                        .extent = {u(p.k * kSize), 8, 2, u(p.n / 8), u(p.groups)},
+                                        .stride = {u(row), u(up), u(8 * row), u(group)},
+                                        .box = {kRowBytes, 8, 2, T::kColumns / 8, 1}},
+                                       maps.b));
   }
+  if (T::kGather) return {};
+  const int64_t a_row = (p.rows > 1 ? p.a_stride : p.k) * kSize;  // a single row's may be anything
+  return device::make_tensor_map({.data = p.a,
+                                  .extent = {u(p.k * kSize), u(p.rows), 1, 1, 1},
+                                  .stride = {u(a_row), u(a_row), u(a_row), u(a_row)},
+                                  .box = {kRowBytes, T::kBoxRows, 1, 1, 1}},
+                                 maps.a);
 }
 
-template <class E, bool kBlockScales, bool kGated, int kRows>
+template <class E, bool kBlockScales, bool kGated, bool kGather, int kRows>
 Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int sms) {
-  using T = WideTile<E, kBlockScales, kGated, kRows>;
+  using T = WideTile<E, kBlockScales, kGated, kGather, kRows>;
   const bool up_first = kGated && p.b_up < p.b;  // the tensor copy goes upwards in memory
   if (up_first) {
     std::swap(p.b, p.b_up);
     std::swap(p.b_scale, p.b_up_scale);
   }
-  CUtensorMap map;
-  VIVACE_TRY((make_map<T, E>(p, map)));
+  WideMaps maps;
+  VIVACE_TRY((make_maps<T, E>(p, maps)));
   const int64_t column_tiles = (p.n + T::kColumns - 1) / T::kColumns;
   const int64_t most_tiles = (p.rows / kRows + std::min(p.groups, p.rows)) * column_tiles;
   const auto size = static_cast<int64_t>(sizeof(E));
@@ -524,20 +678,23 @@ Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int
                           .block = dim3(T::kThreads),
                           .smem_bytes = T::kSmemBytes,
                           .overlap_previous = true};
-  return launch(name, wide_kernel<T, E>, shape, stream, map, p, static_cast<int>(column_tiles), steps,
+  return launch(name, wide_kernel<T, E>, shape, stream, maps, p, static_cast<int>(column_tiles), steps,
                 up_first);
+}
+
+/// By rows per group. Bits are the same for all.
+template <class E, bool kBlockScales, bool kGated, bool kGather>
+Status run_any_wide_tile(std::string_view name, const Problem& p, const Stream& stream, int sms) {
+  // Low tiles leave room for more stages, which is what dozens of rows need.
+  return p.rows <= 48 * p.groups ? run_wide_tile<E, kBlockScales, kGated, kGather, 64>(name, p, stream, sms)
+                                 : run_wide_tile<E, kBlockScales, kGated, kGather, 192>(name, p, stream, sms);
 }
 
 template <class E, bool kBlockScales>
 Status run_wide_tiles(std::string_view name, const Problem& p, const Stream& stream, int sms) {
-  // Short tiles leave room for more stages, which is what dozens of rows need.
-  const bool few = p.rows <= 48 * p.groups;
-  if (p.gated) {
-    return few ? run_wide_tile<E, kBlockScales, true, 64>(name, p, stream, sms)
-               : run_wide_tile<E, kBlockScales, true, 192>(name, p, stream, sms);
-  }
-  return few ? run_wide_tile<E, kBlockScales, false, 64>(name, p, stream, sms)
-             : run_wide_tile<E, kBlockScales, false, 192>(name, p, stream, sms);
+  if (!p.gated) return run_any_wide_tile<E, kBlockScales, false, false>(name, p, stream, sms);
+  return p.a_index != nullptr ? run_any_wide_tile<E, kBlockScales, true, true>(name, p, stream, sms)
+                              : run_any_wide_tile<E, kBlockScales, true, false>(name, p, stream, sms);
 }
 
 }  // namespace vivace::gemm

@@ -13,6 +13,9 @@ namespace vivace::gemm {
 /// What is beyond 32 bits or a tensor copy's steps goes to run().
 Status run_sm90(std::string_view name, const Problem& problem, const Stream& stream);
 
+/// Whether all counts fit 32 bits, and a tensor copy can step from row to row: run_sm90() hands what it cannot do to run().
+bool sm90_can(const Problem& problem);
+
 /// The three families of kernels, each in a file of its own.
 Status run_sm90_bf16(std::string_view name, const Problem& problem, const Stream& stream, int sms);
 Status run_sm90_fp8(std::string_view name, const Problem& problem, const Stream& stream, int sms);
