@@ -226,6 +226,8 @@ struct Feed {
         device::arrive_after_copies(full + at.stage);
       }
     }
+    device::commit_copies();
+    device::wait_for_copies<0>();  // nobody leaves with copies under way
   }
 
   /// Of rows anywhere chunks of 16 bytes, 16 rows at once.
