@@ -59,7 +59,7 @@ struct DecodeScheduleArgs {
 ///          is groups before + head * groups + group. Partials of a unit are merged in order of their tiles.
 /// Balance  no worker has more than ceil(W / n) weight, with the n of the map, plus at most request_cost (a start inside a cost hands
 ///          all of it to the worker of tile 0) and, with piece_tiles, piece_tiles - 1.
-/// Cost     O(requests + workers log requests); on a GPU each of workers / 512 + 1 blocks reads all requests.
+/// Cost     O(requests + workers log requests); on a GPU each of workers / 256 + 1 blocks reads all requests.
 /// Runs     on `stream`; allocates nothing.
 /// Fails    invalid_argument: a shape, type or parameter disagrees, or the weights or slots exceed int32;
 ///          on the CPU also when a length or a row range is negative. unsupported: no row fits.

@@ -16,8 +16,12 @@
 namespace vivace {
 
 namespace internal {
-/// a / b of numbers that are not negative; most fit 32 bits, for which a GPU takes a fifth of the time.
+/// a / b of numbers that are not negative. Most b are powers of two, and most numbers fit 32 bits, for which a GPU takes a tenth and
+/// a fifth of the time.
 VIVACE_HOST_DEVICE constexpr int64_t quotient(int64_t a, int64_t b) {
+#ifdef __CUDA_ARCH__
+  if ((b & (b - 1)) == 0) return a >> (63 - __clzll(b));
+#endif
   return ((a | b) >> 32) == 0 ? int64_t{static_cast<uint32_t>(a) / static_cast<uint32_t>(b)} : a / b;
 }
 VIVACE_HOST_DEVICE constexpr int64_t div_up(int64_t a, int64_t b) {
