@@ -599,6 +599,7 @@ Status prepare_linear(const OpWorkload& w, PreparedCalls& calls, const Stream& s
   const auto make = [&](uint64_t seed) -> Result<Args> {
     DeviceTensors& memory = calls.memory();
     Args args;
+    args.weight_ready = true;  // as in a step of a model
     LinearPart& part = args.parts[0];
     VIVACE_TRY_ASSIGN(args.x, memory.random(type, {tokens, k}, 1, seed, stream));
     VIVACE_TRY_ASSIGN(part.weight, memory.random(type, {n, k}, fp8 ? 1 : deviation, seed + 1, stream));
