@@ -81,7 +81,8 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
 }
 /// Arrives once the calling thread's asynchronous copies so far are complete.
 __device__ __forceinline__ void arrive_after_copies(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 /// Arrives and announces `bytes` that copies will bring to this phase.
 __device__ __forceinline__ void arrive_and_expect(Barrier* barrier, uint32_t bytes) {
@@ -239,16 +240,24 @@ __device__ __forceinline__ T* in_cta(T* p, uint32_t rank) {
   asm volatile("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
   return reinterpret_cast<T*>(mapped);
 }
-/// Stores two floats at the address in CTA `rank`'s shared memory that corresponds to `to` here. Their 8 bytes complete on
-/// that CTA's `barrier`, which expects them.
+/// The same among shared addresses.
+__device__ __forceinline__ uint32_t address_in_cta(const void* p, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared_address(p)), "r"(rank));
+  return mapped;
+}
+/// Stores two floats in the shared memory of another CTA of a cluster. Their 8 bytes complete on that CTA's barrier, which
+/// expects them. Not where no cluster was launched.
+__device__ __forceinline__ void store_async(uint32_t to, const float (&v)[2], uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to),
+      "r"(barrier), "f"(v[0]), "f"(v[1])
+      : "memory");
+}
+/// The same by the addresses here that correspond to those there.
 __device__ __forceinline__ void store_async(float2* to, const float (&v)[2], Barrier* barrier,
                                             uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 to, on;\nmapa.shared::cluster.u32 to, %0, %2;\nmapa.shared::cluster.u32 on, %1, %2;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [to], {%3, %4}, [on];\n}" ::"r"(
-          shared_address(to)),
-      "r"(shared_address(barrier)), "r"(rank), "f"(v[0]), "f"(v[1])
-      : "memory");
+  store_async(address_in_cta(to, rank), v, address_in_cta(barrier, rank));
 }
 
 // ---- counters

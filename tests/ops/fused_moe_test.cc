@@ -93,15 +93,21 @@ MoeBound bound_of(const FusedMoeArgs& args, const Magnitudes& m, bool tensor_cor
   return bound;
 }
 
-/// Each token's distance from what it should be, as a share of it: what the largest values of a layer do not allow to see.
-void expect_near_in_all(const Tensor& got, const Tensor& want) {
-  constexpr double kShare = 0.05;  // values between the products that fp8 moves by a step, and bf16
+/// The distance from what it should be, as a share of it, of each token and of all: what the largest values of a layer do not
+/// allow to see. Values between the products that fp8 moves by a step move by up to an eighth of themselves, and a token may
+/// owe most of its sum to one of them; bf16 moves them by less.
+void expect_near_in_all(const Tensor& got, const Tensor& want, bool fp8) {
+  constexpr double kShare = 0.05;
+  const double share_of_token = fp8 ? 0.125 : kShare;
+  double off_of_all = 0, all_of_all = 0;
   for (int64_t t = 0; t < want.shape[0]; ++t) {
     const std::vector<double> g = values_of(got.rows(t, 1)), w = values_of(want.rows(t, 1));
     double off = 0, all = 0;
     for (size_t i = 0; i < w.size(); ++i) off += (g[i] - w[i]) * (g[i] - w[i]), all += w[i] * w[i];
-    EXPECT_LE(std::sqrt(off), kShare * std::sqrt(all)) << "token " << t;
+    EXPECT_LE(std::sqrt(off), share_of_token * std::sqrt(all)) << "token " << t;
+    off_of_all += off, all_of_all += all;
   }
+  EXPECT_LE(std::sqrt(off_of_all), kShare * std::sqrt(all_of_all));
 }
 
 /// Every element within the tight bound, but for a few tokens that fp8 moved by a step.
@@ -128,7 +134,7 @@ TEST(FusedMoe, EveryRowAgreesWithTheReference) {
         FusedMoeProblem got(c, 1, stream);
         if (c.tokens > 0) ASSERT_OK(row.run(got.args, stream));
         const bool tensor_cores = stream.device == Device::cuda;
-        expect_near_in_all(got.args.y, want.args.y);
+        expect_near_in_all(got.args.y, want.args.y, is_fp8(want.args));
         expect_close(got.args.y, want.args.y,
                      bound_of(want.args, magnitudes, tensor_cores, row.name == "sm90.wide"));
         EXPECT_TRUE(got.y.canaries_intact() && got.workspace.canaries_intact());
@@ -161,7 +167,7 @@ TEST(FusedMoe, GateAndUpOfTheSharedExpertLieAnywhere) {
           FusedMoeProblem got(c, 3, stream);
           change(got.args);
           ASSERT_OK(row.run(got.args, stream));
-          expect_near_in_all(got.args.y, want.args.y);
+          expect_near_in_all(got.args.y, want.args.y, is_fp8(want.args));
         });
       }
     }
@@ -527,6 +533,7 @@ TEST(FusedMoe, XIsQuantisedWhereWeightsAreFp8) {
             "", tokens,          144,   48, 4, 2, DType::fp8_e4m3, MoeRouting::any, 16, false,
             0,  DType::fp8_e4m3, blocks};
         for (const Stream& stream : test_streams()) {
+          const CaseMemoryScope scope(memory_for(stream));
           FusedMoeProblem want(c, 1, stream), got(c, 1, stream);
           std::mt19937 rng(4);
           Guarded x(x_type, {tokens, 144}, 147);
@@ -541,6 +548,7 @@ TEST(FusedMoe, XIsQuantisedWhereWeightsAreFp8) {
                                   .scaling = blocks ? Fp8Scaling::block : Fp8Scaling::tensor},
                                  stream));
           ASSERT_OK(fused_moe(want.args, stream));
+          ASSERT_OK(finish(stream));
           EXPECT_EQ(values_of(got.y), values_of(want.y));
           EXPECT_TRUE(got.y.canaries_intact() && got.workspace.canaries_intact());
           EXPECT_EQ(fused_moe_explain(got.args, stream).row, fused_moe_explain(want.args, stream).row);

@@ -110,6 +110,16 @@ inline std::vector<Stream> test_streams() {
   return gpu.streams.empty() ? cpu_streams() : gpu.streams;
 }
 
+/// The memory that cases for this stream lie in, for a test that calls the operator itself.
+inline const CaseMemory& memory_for(const Stream& stream) {
+  return stream.device == Device::cuda ? GpuUnderTest::instance().memory : CaseMemory::current();
+}
+
+/// Until what was enqueued is done.
+inline Status finish(const Stream& stream) {
+  return stream.device == Device::cuda ? GpuUnderTest::instance().synchronize(stream) : Status();
+}
+
 /// A row that a test runs. On a GPU it brings the scratch that the row asks for, poisoned and guarded, and waits.
 template <class Args>
 struct RowUnderTest {
@@ -124,8 +134,9 @@ struct RowUnderTest {
       args.workspace = scratch;
     }
     VIVACE_TRY(row.run(args, stream));
-    VIVACE_TRY(GpuUnderTest::instance().synchronize(stream));
-    return scratch.canaries_intact() ? Status() : Status(Code::internal, "the workspace's canaries were overwritten");
+    VIVACE_TRY(finish(stream));
+    return scratch.canaries_intact() ? Status()
+                                     : Status(Code::internal, "the workspace's canaries were overwritten");
   }
 };
 
@@ -135,8 +146,7 @@ template <class Args, class Body>
 void for_each_fitting_row(const Operator<Args>& op, const Args& args, const Stream& stream, Body&& body) {
   Facts facts = op.facts(args);
   facts.add("compute_capability", stream.compute_capability);
-  const CaseMemoryScope scope(stream.device == Device::cuda ? GpuUnderTest::instance().memory
-                                                            : CaseMemory::current());
+  const CaseMemoryScope scope(memory_for(stream));
   for (const Row<Args>& row : op.rows) {
     bool fits = row.device == stream.device;
     for (const Need& need : row.needs) fits = fits && satisfied(need, facts);

@@ -31,6 +31,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
   int64_t in_block_formats = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
   int64_t weight_alignment = alignment_of(args.parts[0].weight), y_alignment = alignment_of(args.parts[0].y);
   int64_t scale_alignment = alignment_of(args.x_scale);
+  const int64_t parts = std::max(parts_of(args), 1);
   for (int p = 0; p < parts_of(args); ++p) {
     const LinearPart& part = args.parts[p];
     in_block_formats += is_block_format(part.weight.dtype);
@@ -44,6 +45,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
   }
   return Facts()
       .add("tokens", args.x.shape[0])
+      .add("tokens_per_part", (args.x.shape[0] + parts - 1) / parts)
       .add("k", args.x.shape[1])
       .add("n", args.parts[0].weight.shape[0])
       .add("weight", args.parts[0].weight.dtype)

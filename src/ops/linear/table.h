@@ -22,9 +22,9 @@ using LinearPlans = std::array<const CublasltPlan*, LinearArgs::kMaxParts>;
 Result<std::optional<LinearPlans>> linear_cublaslt_plans(const LinearArgs& args, const Stream& stream);
 Status linear_by_plans(const LinearArgs& args, const LinearPlans& plans, const Stream& stream);
 Status linear_cuda_mma(const LinearArgs& args, const Stream& stream);
-Status linear_sm90_few(const LinearArgs& args, const Stream& stream);
+Status linear_sm90_split(const LinearArgs& args, const Stream& stream);
 
-/// tokens, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: how many have a block
+/// tokens, also divided by the parts and rounded up, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: how many have a block
 /// format, another type than x, a y that is not f32, a bias that cuBLASLt does not add, an n that is no multiple of 16;
 /// and whether cuBLASLt was found (a call on a GPU looks) and has an algorithm, which linear() asks on a device.
 Facts linear_facts(const LinearArgs& args);
@@ -50,11 +50,23 @@ inline constexpr Need kLinearMmaNeeds[] = {
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
 };
-// The order of sums is its own.
-inline constexpr Need kLinearSm90FewNeeds[] = {
+// The order of sums is its own. Other rows launch a kernel for each part, this one none more.
+inline constexpr Need kLinearSm90SplitNeeds[] = {
     {"compute_capability", Need::equals, 90},
     {"batch_invariant", Need::equals, 0},
-    {"tokens", Need::at_most, 32},
+    {"tokens_per_part", Need::at_most, 32},
+    {"tokens", Need::at_most, 128},
+    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+    {"parts_of_other_type", Need::equals, 0},
+    {"k_bytes", Need::at_most, 1 << 30},
+    {"k_bytes", Need::multiple_of, 16},
+    {"x_alignment", Need::multiple_of, 16},
+    {"weight_alignment", Need::multiple_of, 16},
+};
+inline constexpr Need kLinearSm90Split128Needs[] = {
+    {"compute_capability", Need::equals, 90},
+    {"batch_invariant", Need::equals, 0},
+    {"tokens", Need::at_most, 128},
     {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
     {"parts_of_other_type", Need::equals, 0},
     {"k_bytes", Need::at_most, 1 << 30},
@@ -97,12 +109,14 @@ inline constexpr Need kLinearCublasltFp8Needs[] = {
 
 inline constexpr Row<LinearArgs> kLinearRows[] = {
 #if VIVACE_CUDA
-    {"sm90.few", Device::cuda, kLinearSm90FewNeeds, linear_sm90_few,
-     "tensor cores, operands straight from memory: decode steps of up to 32 tokens"},
+    {"sm90.split", Device::cuda, kLinearSm90SplitNeeds, linear_sm90_split,
+     "warp groups, k shared by a cluster of CTAs, all parts in one launch: decode steps"},
     {"cuda.cublaslt", Device::cuda, kLinearCublasltNeeds, linear_cublaslt,
      "cuBLASLt, an algorithm per shape by its heuristic", linear_cublaslt_workspace},
     {"cuda.cublaslt.fp8", Device::cuda, kLinearCublasltFp8Needs, linear_cublaslt,
      "the same on fp8 with a scale per tensor", linear_cublaslt_workspace},
+    {"sm90.split.128", Device::cuda, kLinearSm90Split128Needs, linear_sm90_split,
+     "the same for more tokens, where cuBLASLt does not take the call"},
     {"cuda.mma", Device::cuda, kLinearMmaNeeds, linear_cuda_mma,
      "tensor cores; sums over k in one order for any number of tokens"},
 #endif
