@@ -181,6 +181,7 @@ typedef struct vivace_linear_args {
   int64_t x_scaling;       /* VIVACE_FP8_* */
   int64_t exact;           /* 1: no quantisation of activations */
   int64_t batch_invariant; /* 1: a token's bits do not depend on how many there are */
+  int64_t weight_ready;    /* the caller's word: vivace/linear.h */
 } vivace_linear_args;
 vivace_code vivace_linear(const vivace_linear_args* args, const vivace_stream* stream);
 vivace_code vivace_linear_workspace_bytes(const vivace_linear_args* args, const vivace_stream* stream, int64_t* bytes);

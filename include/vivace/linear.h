@@ -29,7 +29,8 @@ struct LinearArgs {
   int part_count = 1;
   bool exact = false;            ///< forbids the quantisation of activations
   bool batch_invariant = false;  ///< a token's bits must not depend on how many tokens there are
-  bool weight_ready = false;     ///< the caller's word that no kernel still under way writes a weight: it may load before they end
+  /// The caller's word that no kernel still under way writes a weight or its scale, which may then load before those kernels end.
+  bool weight_ready = false;
   Tensor workspace;    ///< linear_workspace_bytes() bytes; absent when that is 0
 };
 

@@ -21,7 +21,8 @@ _SHARED = " ".join(f"shared_{part}?" for part in ("gate", "up", "down", "gate_sc
 
 _TABLE = {
     "rms_norm": f"x residual?! weight {_SCALED} eps:float",
-    "linear": f"x x_scale? {_PARTS} workspace?! part_count:int x_scaling:int exact:int batch_invariant:int",
+    "linear": f"x x_scale? {_PARTS} workspace?! part_count:int x_scaling:int exact:int batch_invariant:int "
+              "weight_ready:int",
     "embedding": "ids table y!",
     "attention_prologue": ("qkv q_norm_weight? k_norm_weight? cos_sin? positions? slots q! k! v! q_scale?! k_scale?! v_scale? "
                            "qk_norm:int rope_style:int eps:float"),

@@ -139,11 +139,11 @@ def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: flo
 
 
 def _linear_values(x: Array, x_scale: Array | None, parts: Sequence[tuple], scaling: str, exact: bool, batch_invariant: bool,
-                   workspace: Array | None) -> tuple:
+                   weight_ready: bool, workspace: Array | None) -> tuple:
     absent = ((None, None, None, None),) * (3 - len(parts))
     flat = [value for part in (*parts, *absent) for value in part]
     return (x, x_scale, *flat, workspace, len(parts), _scaling("linear", scaling, "x", x), int(exact),
-            int(batch_invariant))
+            int(batch_invariant), int(weight_ready))
 
 
 def _product_dtype(x: Array, out_dtype: str | None) -> str:
@@ -155,8 +155,8 @@ _PART = r"parts\[0\]\."  # which the library calls those of a single weight too
 
 @_operator({"x": 2, "weight": 2}, **{_PART + "y": "out", _PART: ""})
 def linear(x: Array, weight: Array, bias: Array | None = None, *, x_scale: Array | None = None, weight_scale: Array | None = None,
-           scaling: str = "tensor", exact: bool = False, batch_invariant: bool = False, out: Array | None = None,
-           out_dtype: str | None = None, workspace: Array | None = None) -> Array:
+           scaling: str = "tensor", exact: bool = False, batch_invariant: bool = False, weight_ready: bool = False,
+           out: Array | None = None, out_dtype: str | None = None, workspace: Array | None = None) -> Array:
     """out = x . weight^T + bias.
 
     x        [tokens, k], f32, bf16 or fp8        weight  [n, k], any type, GGUF's block formats among them
@@ -164,16 +164,19 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, x_scale: Array
     x_scale, weight_scale, scaling                with fp8: vivace.quantize_fp8, and f32 [1] or one per 128 x 128 block of weight
     exact                                         no quantisation of activations
     batch_invariant                               a token's bits do not depend on how many there are
+    weight_ready                                  the caller's word that no kernel still under way writes the weight, which may then load
+                                                  before it ends
     """
     if out is None:
         out = empty(x, (shape_of(x)[0], shape_of(weight)[0]), _product_dtype(x, out_dtype))
-    return _linear_values(x, x_scale, [(weight, weight_scale, bias, out)], scaling, exact, batch_invariant, workspace), out
+    return _linear_values(x, x_scale, [(weight, weight_scale, bias, out)], scaling, exact, batch_invariant, weight_ready,
+                          workspace), out
 
 
 def _linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, *, x_scale: Array | None = None,
                  weight_scales: Sequence[Array | None] | None = None, scaling: str = "tensor", exact: bool = False,
-                 batch_invariant: bool = False, outs: Sequence[Array] | None = None, out_dtype: str | None = None,
-                 workspace: Array | None = None) -> tuple[Array, ...]:
+                 batch_invariant: bool = False, weight_ready: bool = False, outs: Sequence[Array] | None = None,
+                 out_dtype: str | None = None, workspace: Array | None = None) -> tuple[Array, ...]:
     """vivace.linear for one to three weights that share x: x is converted once, and one loop covers them all."""
     count = len(weights)
     if not 1 <= count <= 3:
@@ -186,7 +189,7 @@ def _linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | N
     except ValueError:
         raise ValueError(f"linear: weights, weight_scales, biases and outs have {', '.join(str(len(given)) for given in lists)} items, need "
                          f"as many as there are weights") from None
-    return _linear_values(x, x_scale, parts, scaling, exact, batch_invariant, workspace), tuple(outs)
+    return _linear_values(x, x_scale, parts, scaling, exact, batch_invariant, weight_ready, workspace), tuple(outs)
 
 
 linear_parts = Operator("linear", _linear_parts, {"x": 2}, {r"parts\[(\d)\]\.y": r"outs[\1]", r"parts\[(\d)\]\.bias": r"biases[\1]",

@@ -229,6 +229,7 @@ LinearArgs read(Reader& reader, const vivace_linear_args& from) {
       .part_count = static_cast<int>(reader.number("part_count", from.part_count, 1, LinearArgs::kMaxParts)),
       .exact = from.exact != 0,
       .batch_invariant = from.batch_invariant != 0,
+      .weight_ready = from.weight_ready != 0,
       .workspace = reader.output("workspace", from.workspace)};
   for (int p = 0; p < args.part_count; ++p) {
     const vivace_linear_part& part = from.parts[p];

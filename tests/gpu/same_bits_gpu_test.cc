@@ -262,35 +262,48 @@ TEST(SameBits, RouteTopK) {
 TEST(SameBits, RouterGemm) {
   expect_same_bits<RouterGemmProblem>(kRouterGemm, router_gemm_cases(CaseSize::test));
 }
-/// With weight_ready a row may load the weight before the kernel ahead of it has ended: not x and the bias, which that kernel writes.
-TEST(SameBits, RouterGemmBeforeItsTokensAreThere) {
+/// With weight_ready a row may load the weights before the kernel ahead of it has ended: not what late(problem) names, which that
+/// kernel writes.
+template <class Problem, class Args, class Case, class Late>
+void expect_same_bits_with_ready_weights(const Operator<Args>& op, std::span<const Case> cases, Late&& late) {
   const Stream stream = GpuUnderTest::instance().streams.front();
   int64_t tested = 0;
-  for (const RouterGemmCase& c : router_gemm_cases(CaseSize::test)) {
-    Recorded<RouterGemmProblem> want(c, 1), target(c, 1);
-    const Recorded<RouterGemmProblem> source(c, 1);
-    for_each_fitting_row(kRouterGemm, want.problem->args, stream, [&](const auto& under_test) {
+  for (const Case& c : cases) {
+    Recorded<Problem> want(c, 1), target(c, 1);
+    const Recorded<Problem> source(c, 1);
+    for_each_fitting_row(op, want.problem->args, stream, [&](const auto& under_test) {
       SCOPED_TRACE(::testing::Message() << under_test.name << ", " << c.name);
       want.take(source);
-      const Call<RouterGemmArgs> plain(under_test.row, want.problem->args, stream);
+      const Call<Args> plain(under_test.row, want.problem->args, stream);
       ASSERT_OK(plain(stream));
       ASSERT_OK(wait(stream));
 
       target.take(source);
-      RouterGemmProblem& p = *target.problem;
-      for (Guarded* late : {&p.x, &p.bias}) {
-        if (late->tensor().present())
-          std::memset(late->as<char>(), 0x55, static_cast<size_t>(late->tensor().bytes()));
+      for (Guarded* input : late(*target.problem)) {
+        if (input->tensor().present())
+          std::memset(input->as<char>(), 0x55, static_cast<size_t>(input->tensor().bytes()));
       }
-      RouterGemmArgs early = p.args;
+      Args early = target.problem->args;
       early.weight_ready = true;
-      const Call<RouterGemmArgs> call(under_test.row, early, stream);
+      const Call<Args> call(under_test.row, early, stream);
       run_behind_late_copy(call, target, source, stream);
       EXPECT_TRUE(target.equals(want));
       ++tested;
     });
   }
   EXPECT_GT(tested, 0);
+}
+TEST(SameBits, RouterGemmBeforeItsTokensAreThere) {
+  expect_same_bits_with_ready_weights<RouterGemmProblem>(kRouterGemm, router_gemm_cases(CaseSize::test),
+                                                         [](RouterGemmProblem& p) {
+                                                           return std::array{&p.x, &p.bias};
+                                                         });
+}
+TEST(SameBits, LinearBeforeItsTokensAreThere) {
+  expect_same_bits_with_ready_weights<LinearProblem>(
+      kLinear, linear_cases(CaseSize::test), [](LinearProblem& p) {
+        return std::array{&p.x, &p.x_scale, &p.bias[0], &p.bias[1], &p.bias[2]};
+      });
 }
 TEST(SameBits, Sampler) {
   expect_same_bits<SamplerProblem>(kSampler, sampler_cases(CaseSize::test));
