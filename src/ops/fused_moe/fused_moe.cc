@@ -139,7 +139,7 @@ Status check_slice(const FusedMoeArgs& args) {
 /// The scales of stacked weights are there with fp8, and all of one kind: that of x_scale, or of gate_up_scale
 /// where x is quantised here.
 Status check_kind(Checker& check, const FusedMoeArgs& args, const Scheme& scheme) {
-  const auto [fp8, blocks] = scheme;
+  const bool fp8 = scheme.fp8, blocks = scheme.blocks;
   const std::string_view needs = fp8 ? kWithFp8 : "none";
   check.given("gate_up_scale", args.gate_up_scale, fp8, needs)
       .given("down_scale", args.down_scale, fp8, needs);
