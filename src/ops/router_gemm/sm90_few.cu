@@ -135,7 +135,7 @@ __global__ __launch_bounds__(kThreads, 2) void few_tokens_kernel(const __grid_co
   Pair part[kPieces];
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) part[piece] = received[piece][threadIdx.x];
-  add_in_pairs(part);
+  add_in_pairs<kTerms>(part);
   const int64_t token = token0 + threadIdx.x / 4, expert = expert0 + threadIdx.x % 4 * 2;
   if (token >= p.tokens) return;
 #pragma unroll

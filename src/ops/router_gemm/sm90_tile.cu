@@ -173,7 +173,7 @@ __global__ __launch_bounds__(
 #pragma unroll
     for (int other = 0; other < kMostCtas; ++other)
       if (other < ctas) part[other] = *reinterpret_cast<const Sums<4>*>(device::in_cta(from, other));
-    add_in_pairs(part, ctas);
+    add_in_pairs<kTerms>(part, ctas);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       if (column0 + column + c < p.experts) store_score(p, row0 + row, column0 + column + c, part[0].v[c]);
