@@ -45,7 +45,9 @@ inline constexpr RouterGemmCase kRouterGemmTestCases[] = {
     {"Hy3, 48 tokens", 48, 192, 4096, DType::bf16, DType::bf16},
     {"a lone token, wide tile", 1, 2200, 64, DType::bf16, DType::bf16},
     {"one expert, many tokens", 600, 1, 64, DType::bf16, DType::bf16},
-    {"a prompt, 192 columns a tile", 2200, 200, 1096, DType::bf16, DType::bf16},
+    {"a prompt, 192 columns a tile", 6000, 300, 72, DType::bf16, DType::bf16},
+    {"a prompt, 128 columns a tile", 6000, 200, 72, DType::bf16, DType::bf16},
+    {"a prompt, three terms, totals", 2060, 300, 328},
     {"long rows", 3, 9, 8200},
     {"long rows, f32", 3, 9, 8200, DType::f32},
 };

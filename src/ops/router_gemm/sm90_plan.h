@@ -51,6 +51,7 @@ constexpr FewPlan few_plan(const Problem& p) {
 /// sm90_tile.cu: tiles of groups · 64 tokens by `columns` experts, k shared by `ctas` of a cluster.
 struct TilePlan {
   int groups, columns, ctas;
+  bool in_pieces = false;  ///< the order of sums of sm90_few.cu
   constexpr int64_t tiles(const Problem& p) const {
     return (p.tokens + 64 * groups - 1) / (64 * groups) * ((p.experts + columns - 1) / columns);
   }
@@ -58,19 +59,21 @@ struct TilePlan {
 
 /// With kPieces CTAs: the smallest tile that needs one wave.
 constexpr TilePlan pieces_plan(const Problem& p, const Residents& residents) {
-  constexpr TilePlan kTiles[] = {{1, 32, kPieces}, {1, 64, kPieces}, {2, 64, kPieces}, {2, 128, kPieces}};
+  constexpr TilePlan kTiles[] = {
+      {1, 32, kPieces, true}, {1, 64, kPieces, true}, {2, 64, kPieces, true}, {2, 128, kPieces, true}};
   for (const TilePlan& plan : kTiles)
     if (plan.tiles(p) * kPieces <= residents.ctas[kPieces]) return plan;
-  return {2, 192, kPieces};
+  return {2, 192, kPieces, true};
 }
 
-/// The plan that takes the fewest cycles by a model fitted to an H200: a step takes as long as its products or its bytes and
-/// a hand-over, the parts of a tile are added at a rate, and a wave costs its start.
+/// The plan that takes the fewest cycles by a model fitted to an H200: a step takes as long as its products or its bytes, the
+/// parts of a tile are added at a rate, and a wave costs its start.
 constexpr TilePlan prompt_plan(const Problem& p, const Residents& residents) {
-  constexpr double kBytesPerCycle = 48, kHandOver = 300, kStart = 500, kMerge = 500, kMergePerColumn = 10;
+  constexpr double kBytesPerCycle = 44, kStart = 500, kMergePerColumn = 12;
   TilePlan best = {};
   double least = 0;
   for (const int columns : {64, 96, 128, 192}) {
+    if (columns == 192 && p.terms == 3) continue;  // no registers are left for totals
     for (int ctas = 1; ctas <= kMostCtas; ++ctas) {
       if (columns == 64 && ctas < 4) continue;  // two of these share an SM: the model does not hold
       const TilePlan plan = {2, columns, ctas};
@@ -78,8 +81,8 @@ constexpr TilePlan prompt_plan(const Problem& p, const Residents& residents) {
       const int64_t steps = (steps_of(p.hidden) + ctas - 1) / ctas;
       const double products = 4.0 * p.terms * columns;
       const double bytes = (128.0 + p.terms * columns) * 2 * kStep;
-      const double step = std::max(products, bytes / kBytesPerCycle) + kHandOver;
-      const double merge = ctas == 1 ? 0 : kMerge + kMergePerColumn * columns * std::min(ctas, 4);
+      const double step = std::max(products, bytes / kBytesPerCycle);
+      const double merge = ctas == 1 ? 0 : kMergePerColumn * columns * std::min(ctas, 4);
       const double cycles = static_cast<double>(waves) * (static_cast<double>(steps) * step + kStart + merge);
       if (best.columns == 0 || cycles < least) best = plan, least = cycles;
     }

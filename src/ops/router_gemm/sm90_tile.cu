@@ -7,8 +7,8 @@
 // tensor cores, so wide tiles, and all terms of a weight beside one copy of x.
 //
 // Tokens are the rows of a product, experts its columns. One warp copies steps of k into a ring of stages; each warp group
-// multiplies 64 rows, from zero in every step, the smallest term first, and adds the step to its sums: a tensor core
-// truncates, fp32 additions round. CTAs of a cluster share k; then each adds up and stores its share of the rows.
+// multiplies 64 rows, from zero in every turn of one step or two, the smallest term first, and adds what it got to its sums:
+// a tensor core truncates, fp32 additions round. CTAs of a cluster share k; then each adds up and stores its share of the rows.
 
 #include <algorithm>
 
@@ -23,6 +23,8 @@ namespace vivace::router {
 namespace {
 
 constexpr int kRowBytes = 2 * kStep;  // of a step: what the swizzle of tensor maps spans
+constexpr int kSlices = kStep / 16;   // products of 16 in a step
+constexpr int kTotalSteps = 4;        // after which sums are added to totals, where there are any
 constexpr int kAll = 1, kTurn = 2;    // named barriers: of all consumers; of each group
 
 struct Maps {
@@ -32,8 +34,10 @@ struct Maps {
 template <int kTerms, int kGroups, int kColumns>
 struct Tile {
   static constexpr int kRows = 64 * kGroups, kConsumers = 128 * kGroups;
+  // Where three terms are for fp32's accuracy and may meet long sums; tiles of 64 columns have short ones.
+  static constexpr bool kHasTotals = kTerms == 3 && (kColumns == 96 || kColumns == 128);
   // Products and sums of a wide tile take more registers than a thread gets: a whole group copies, and gives up its own.
-  static constexpr bool kMovesRegisters = kColumns > 128;
+  static constexpr bool kMovesRegisters = kColumns > 128 || kHasTotals;
   static constexpr int kThreads = kConsumers + (kMovesRegisters ? 128 : 32);
   static constexpr int kXBytes = kRows * kRowBytes, kTermBytes = kColumns * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kTerms * kTermBytes;
@@ -48,19 +52,22 @@ struct Tile {
   static_assert(kStages >= 2);
 };
 
-template <int kTerms, int kGroups, int kColumns>
+template <int kTerms, int kGroups, int kColumns, int kTurnSteps>
 __global__ __launch_bounds__(
     Tile<kTerms, kGroups, kColumns>::kThreads,
     Tile<kTerms, kGroups, kColumns>::kCtasPerSm) void tile_kernel(const __grid_constant__ Maps maps,
-                                                                  const __grid_constant__ Params p) {
+                                                                  const __grid_constant__ Params p,
+                                                                  bool in_pieces) {
   using T = Tile<kTerms, kGroups, kColumns>;
   extern __shared__ __align__(1024) uint8_t smem[];
   auto* const full = reinterpret_cast<device::Barrier*>(smem + T::kRingBytes);
   auto* const empty = full + T::kStages;
   const int rank = blockIdx.x, ctas = gridDim.x;
   const int64_t column0 = int64_t{blockIdx.y} * kColumns, row0 = int64_t{blockIdx.z} * T::kRows;
-  const int steps = static_cast<int>(steps_of(p.hidden)), first = first_step(steps, rank, ctas);
-  const int count = first_step(steps, rank + 1, ctas) - first;
+  // Of whole turns: copies of what is beyond the hidden size bring zeros.
+  const int turns = static_cast<int>((steps_of(p.hidden) + kTurnSteps - 1) / kTurnSteps);
+  const int first = kTurnSteps * first_step(turns, rank, ctas);
+  const int count = kTurnSteps * first_step(turns, rank + 1, ctas) - first;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < T::kStages; ++i) {
@@ -115,35 +122,61 @@ __global__ __launch_bounds__(
   }
 
   if constexpr (T::kMovesRegisters) device::take_registers<232>();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
-  float sums[kColumns / 2] = {}, products[kColumns / 2];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = __shfl_sync(~0u, warp / 4, 0);  // shuffled, so that addresses are known to be a warp's
+  float sums[kColumns / 2] = {}, totals[T::kHasTotals ? kColumns / 2 : 1] = {}, products[kColumns / 2];
   // Two groups take turns, so that one multiplies while the other adds; left alone they do either at the same time.
   if (kGroups == 2 && group == 1 && count > 0) device::arrive_named_barrier(kTurn, T::kConsumers);
   device::RingPosition<T::kStages> at;
-  for (int step = 0; step < count; ++step, at.next()) {
-    const uint8_t* stage = smem + at.stage * T::kStageBytes;
-    const uint8_t* x = stage + group * (64 * kRowBytes);
-    device::wait_for(full + at.stage, at.parity);
+  for (int step = 0; step < count; step += kTurnSteps) {
+    const uint8_t* stages[kTurnSteps];
+    device::Barrier* done[kTurnSteps];
+#pragma unroll
+    for (int s = 0; s < kTurnSteps; ++s, at.next()) {
+      stages[s] = smem + at.stage * T::kStageBytes;
+      done[s] = empty + at.stage;
+      device::wait_for(full + at.stage, at.parity);
+    }
     if constexpr (kGroups == 2) device::named_barrier(kTurn + group, T::kConsumers);
     device::begin_products();
 #pragma unroll
-    for (int t = kTerms - 1; t >= 0; --t) {
-      const uint8_t* w = stage + T::kXBytes + t * T::kTermBytes;
+    for (int s = 0; s < kTurnSteps; ++s) {
+      const uint8_t* x = stages[s] + group * (64 * kRowBytes);
 #pragma unroll
-      for (int k = 0; k < kStep / 16; ++k) {
-        device::Wgmma<bf16, kColumns>::multiply(products, device::swizzled_operand(x + 32 * k),
-                                                device::swizzled_operand(w + 32 * k),
-                                                t < kTerms - 1 || k > 0);
+      for (int t = kTerms - 1; t >= 0; --t) {
+        const uint8_t* w = stages[s] + T::kXBytes + t * T::kTermBytes;
+#pragma unroll
+        for (int k = 0; k < kSlices; ++k) {
+          device::Wgmma<bf16, kColumns>::multiply(products, device::swizzled_operand(x + 32 * k),
+                                                  device::swizzled_operand(w + 32 * k),
+                                                  s > 0 || t < kTerms - 1 || k > 0);
+        }
       }
     }
     device::commit_products();
-    if (kGroups == 2 && (group == 0 || step + 1 < count))
+    if (kGroups == 2 && (group == 0 || step + kTurnSteps < count))
       device::arrive_named_barrier(kTurn + 1 - group, T::kConsumers);
     device::wait_for_products<0>();
     device::hold_products(products);
-    if (lane == 0) device::arrive(empty + at.stage);
+    if (lane == 0) {
+#pragma unroll
+      for (int s = 0; s < kTurnSteps; ++s) device::arrive(done[s]);
+    }
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) sums[i] += products[i];
+    if constexpr (T::kHasTotals) {
+      if (in_pieces || (step + 1) % kTotalSteps != 0) continue;
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) {
+        const float total = totals[i] + sums[i];
+        sums[i] = (totals[i] - total) + sums[i];  // what was lost begins the next sum
+        totals[i] = total;
+      }
+    }
+  }
+  if constexpr (T::kHasTotals) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) sums[i] = in_pieces ? sums[i] : totals[i] + sums[i];
   }
   device::wait_for_previous_kernel();  // it may write the bias, and read the scores
   device::let_next_kernel_start();
@@ -195,33 +228,35 @@ Status make_map(const void* data, int64_t rows, int64_t hidden, int64_t stride, 
       map);
 }
 
-template <int kTerms, int kGroups, int kColumns>
-Status run(const Params& p, int ctas, const Stream& stream) {
+template <int kTerms, int kGroups, int kColumns, int kTurnSteps = 1>
+Status run(const Params& p, const TilePlan& plan, const Stream& stream) {
   using T = Tile<kTerms, kGroups, kColumns>;
   Maps maps;
   VIVACE_TRY(make_map(p.x, p.tokens, p.hidden, p.x_stride, T::kRows, maps.x));
   for (int t = 0; t < kTerms; ++t)
     VIVACE_TRY(make_map(p.terms[t], p.experts, p.hidden, p.term_stride[t], kColumns, maps.terms[t]));
-  const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(ctas), static_cast<unsigned>((p.experts + kColumns - 1) / kColumns),
-                   static_cast<unsigned>((p.tokens + T::kRows - 1) / T::kRows)),
-      .block = dim3(T::kThreads),
-      .smem_bytes = T::kSmemBytes,
-      .cluster = ctas,
-      .overlap_previous = true};
-  return launch("router_gemm", tile_kernel<kTerms, kGroups, kColumns>, shape, stream, maps, p);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas),
+                                       static_cast<unsigned>((p.experts + kColumns - 1) / kColumns),
+                                       static_cast<unsigned>((p.tokens + T::kRows - 1) / T::kRows)),
+                          .block = dim3(T::kThreads),
+                          .smem_bytes = T::kSmemBytes,
+                          .cluster = plan.ctas,
+                          .overlap_previous = true};
+  return launch("router_gemm", tile_kernel<kTerms, kGroups, kColumns, kTurnSteps>, shape, stream, maps, p,
+                plan.in_pieces);
 }
 
 template <int kTerms>
 Status run(const Params& p, const TilePlan& plan, const Stream& stream) {
   if (plan.groups == 1) {
-    return plan.columns == 32 ? run<kTerms, 1, 32>(p, plan.ctas, stream)
-                              : run<kTerms, 1, 64>(p, plan.ctas, stream);
+    return plan.columns == 32 ? run<kTerms, 1, 32>(p, plan, stream) : run<kTerms, 1, 64>(p, plan, stream);
   }
-  if (plan.columns == 64) return run<kTerms, 2, 64>(p, plan.ctas, stream);
-  if (plan.columns == 96) return run<kTerms, 2, 96>(p, plan.ctas, stream);
-  return plan.columns == 128 ? run<kTerms, 2, 128>(p, plan.ctas, stream)
-                             : run<kTerms, 2, 192>(p, plan.ctas, stream);
+  constexpr int kTurnSteps = kTerms == 1 ? 2 : 1;  // steps of one term are short, and the stages many
+  if (plan.columns == 64) return run<kTerms, 2, 64>(p, plan, stream);
+  if (plan.columns == 96) return run<kTerms, 2, 96, kTurnSteps>(p, plan, stream);
+  if (plan.columns == 192) return run<kTerms, 2, 192>(p, plan, stream);
+  return plan.in_pieces ? run<kTerms, 2, 128>(p, plan, stream)
+                        : run<kTerms, 2, 128, kTurnSteps>(p, plan, stream);
 }
 
 }  // namespace
