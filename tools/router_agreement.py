@@ -18,9 +18,8 @@ bf16             inputs and weight rounded to bf16, the rest as fp32
 float64 is below that of the last one chosen. `units` is the largest shortfall, in units of fp32 rounding, 2^-23 of the larger of both.
 Below two, one for each score, fp32 cannot tell them apart: `excused`.
 
-The exit code is 1 if one of exact is not excused, or if its mean error is above fp32's, as is expected on an H200 for qwen3 with 1 token:
-there cuBLAS's fp32 is at its most accurate. It is 2 if there is no verdict: for arguments and files that are refused, packages that are
-missing and programs that fail.
+The exit code is 1 if one of exact is not excused, or if its mean error is above fp32's. It is 2 if there is no verdict: for arguments and files
+that are refused, packages that are missing and programs that fail.
 """
 
 from __future__ import annotations
