@@ -1,7 +1,7 @@
 #include "vivace/attention_decode.h"
 
+#include "src/core/dispatch_in_workspace.h"
 #include "src/core/error.h"
-#include "src/core/workspace.h"
 #include "src/cpu/thread_pool.h"
 #include "src/device/runtime.h"
 #include "src/ops/attention/args.h"
@@ -61,14 +61,12 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
     return invalid_argument("{}: schedule.shape[0] is {}, needs decode_schedule_ints({}, {}) = {}", kName,
                             args.schedule.shape[0], requests, args.params.workers, ints);
   }
-  VIVACE_TRY_ASSIGN(const int64_t needed, attention_decode_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace(kName, args.workspace, needed, stream));
   if (stream.readable()) {
     VIVACE_TRY(check_attention_contents(kName, args.attention, args.max_query_tokens));
     VIVACE_TRY(check_schedule(kName, args.schedule.as<const int32_t>(), args.params,
                               args.attention.kv_lengths, args.attention.query_start));
   }
-  return dispatch(kAttentionDecode, args, stream);
+  return dispatch_in_workspace(kAttentionDecode, args, stream);
 }
 
 namespace {

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "src/core/checks.h"
-#include "src/core/workspace.h"
+#include "src/core/dispatch_in_workspace.h"
 #include "src/ops/sampler/table.h"
 
 namespace vivace {
@@ -154,9 +154,7 @@ Status sampler(const SamplerArgs& args, const Stream& stream) {
         check["states"], rows);
   }
   if (stream.readable()) VIVACE_TRY(check_contents(args));  // a GPU's memory is not readable here
-  VIVACE_TRY_ASSIGN(const int64_t needed, sampler_workspace_bytes(args, stream));
-  VIVACE_TRY(check_workspace("sampler", args.workspace, needed, stream));
-  return dispatch(kSampler, args, stream);
+  return dispatch_in_workspace(kSampler, args, stream);
 }
 
 Result<int64_t> sampler_workspace_bytes(const SamplerArgs& args, const Stream& stream) {
