@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 
 #include "src/core/error.h"
 #include "src/core/overlap.h"
@@ -125,7 +126,7 @@ void Reader::remember(const Seen& seen, const Tensor& tensor) {
   int64_t last = 0;
   for (int i = 0; i < tensor.rank; ++i) last += (tensor.shape[i] - 1) * tensor.stride[i];
   const DTypeInfo type = info_of(tensor.dtype);
-  Seen& kept = seen_[count_++] = seen;
+  Seen& kept = *std::construct_at(&seen_[count_++], seen);
   kept.begin = reinterpret_cast<uintptr_t>(tensor.data);
   kept.end = kept.begin + static_cast<uintptr_t>((last / type.block_elements + 1) * type.block_bytes);
 }

@@ -80,7 +80,9 @@ class Reader {
   int ordinal_;
   Status status_;
   std::vector<ExpertWeights> experts_;
-  std::array<Seen, 32> seen_;  ///< more than any operator has
+  union {  // nothing is written to places that are not used
+    std::array<Seen, 32> seen_;  ///< more than any operator has
+  };
   size_t count_ = 0;
 };
 

@@ -2,11 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <cassert>
 
 namespace vivace {
 
 namespace {
+
+constexpr DTypeInfo kNone = {"none", 1, 0};
 
 struct DTypeRow {
   DType dtype;
@@ -14,19 +17,34 @@ struct DTypeRow {
 };
 
 constexpr DTypeRow kDTypes[] = {
-    {DType::none, {"none", 1, 0}},     {DType::f32, {"f32", 1, 4}},      {DType::f16, {"f16", 1, 2}},
-    {DType::bf16, {"bf16", 1, 2}},     {DType::fp8_e4m3, {"fp8", 1, 1}}, {DType::u8, {"u8", 1, 1}},
-    {DType::i32, {"i32", 1, 4}},       {DType::i64, {"i64", 1, 8}},      {DType::q4_0, {"q4_0", 32, 18}},
-    {DType::q4_1, {"q4_1", 32, 20}},   {DType::q8_0, {"q8_0", 32, 34}},  {DType::q4_k, {"q4_k", 256, 144}},
+    {DType::none, kNone},
+    {DType::f32, {"f32", 1, 4}},
+    {DType::f16, {"f16", 1, 2}},
+    {DType::bf16, {"bf16", 1, 2}},
+    {DType::fp8_e4m3, {"fp8", 1, 1}},
+    {DType::u8, {"u8", 1, 1}},
+    {DType::i32, {"i32", 1, 4}},
+    {DType::i64, {"i64", 1, 8}},
+    {DType::q4_0, {"q4_0", 32, 18}},
+    {DType::q4_1, {"q4_1", 32, 20}},
+    {DType::q8_0, {"q8_0", 32, 34}},
+    {DType::q4_k, {"q4_k", 256, 144}},
     {DType::q6_k, {"q6_k", 256, 210}},
 };
+
+/// At its number each type's, and kNone at those of no type.
+constexpr auto kInfos = [] {
+  std::array<DTypeInfo, 32> infos;
+  infos.fill(kNone);
+  for (const DTypeRow& row : kDTypes) infos.at(static_cast<size_t>(row.dtype)) = row.info;
+  return infos;
+}();
 
 }  // namespace
 
 DTypeInfo info_of(DType dtype) {
-  for (const DTypeRow& row : kDTypes)
-    if (row.dtype == dtype) return row.info;
-  return kDTypes[0].info;
+  const auto number = static_cast<size_t>(dtype);
+  return number < kInfos.size() ? kInfos[number] : kNone;
 }
 
 DType dtype_from_name(std::string_view name) {

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <map>
 #include <mutex>
 #include <string>
@@ -28,31 +29,53 @@ std::string describe(std::string_view name, const LaunchShape& s) {
          std::to_string(s.smem_bytes) + " bytes of shared memory, cluster " + std::to_string(s.cluster) + ")";
 }
 
-/// What is known of a kernel on a device.
+/// A kernel on a device, and what is known of it.
 struct Kernel {
-  int64_t smem_limit = -1;  ///< of dynamic shared memory; -1: not asked yet
-  bool can_wait = false;    ///< its code is of 9.0 or newer: code of 8.0 has no wait for the kernel before it
+  const void* function = nullptr;
+  int ordinal = -1;
+  bool can_wait =
+      false;  ///< there is 9.0, and its code is for that: code of 8.0 has no wait for the kernel before it
+  int64_t smem_limit = -1;  ///< of dynamic shared memory
 };
 
 /// Asks once, and raises the limit on demand. What a kernel declares itself counts against the 48 KB that need no request.
-Status prepare_kernel(const void* kernel, int ordinal, int64_t smem_bytes, bool& can_wait) {
+Status prepare_kernel(int64_t smem_bytes, Kernel& kernel) {
   constexpr int64_t kDefaultLimit = 48 << 10;
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, Kernel> kernels;
   std::lock_guard lock(mutex);
-  Kernel& known = kernels[{kernel, ordinal}];
-  if (known.smem_limit < 0) {
+  Kernel& known = kernels[{kernel.function, kernel.ordinal}];
+  if (known.function == nullptr) {
     cudaFuncAttributes attributes{};
-    VIVACE_TRY(cuda_status(cudaFuncGetAttributes(&attributes, kernel), "reading a kernel's attributes"));
+    VIVACE_TRY(
+        cuda_status(cudaFuncGetAttributes(&attributes, kernel.function), "reading a kernel's attributes"));
+    VIVACE_TRY_ASSIGN(const device::DeviceInfo* device, device::device_info(kernel.ordinal));
+    known = kernel;
     known.smem_limit = kDefaultLimit - static_cast<int64_t>(attributes.sharedSizeBytes);
-    known.can_wait = attributes.ptxVersion >= 90;
+    known.can_wait = attributes.ptxVersion >= 90 && device->major >= 9;
   }
-  can_wait = known.can_wait;
-  if (smem_bytes <= known.smem_limit) return {};
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_bytes));
-  if (error == cudaSuccess) known.smem_limit = smem_bytes;
-  return cuda_status(error, "raising the shared memory limit");
+  if (smem_bytes > known.smem_limit) {
+    VIVACE_TRY(cuda_status(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(smem_bytes)),
+                           "raising the shared memory limit"));
+    known.smem_limit = smem_bytes;
+  }
+  kernel = known;
+  return {};
+}
+
+/// The kernel, prepared. A thread remembers those that it launched last, so that it rarely waits for the others.
+Status find_kernel(const void* function, int ordinal, int64_t smem_bytes, const Kernel*& found) {
+  constexpr size_t kPlaces = 256;
+  static thread_local std::array<Kernel, kPlaces> last;
+  Kernel& kernel =
+      last[reinterpret_cast<uintptr_t>(function) / 16 % kPlaces];  // functions begin at multiples of 16
+  found = &kernel;
+  if (kernel.function == function && kernel.ordinal == ordinal && smem_bytes <= kernel.smem_limit) return {};
+  Kernel asked{.function = function, .ordinal = ordinal};
+  VIVACE_TRY(prepare_kernel(smem_bytes, asked));
+  kernel = asked;
+  return {};
 }
 
 }  // namespace
@@ -61,8 +84,8 @@ Status launch(std::string_view name, const void* kernel, const LaunchShape& shap
               void** params) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return {};
   const device::DeviceGuard guard(stream.ordinal);
-  bool can_wait = false;
-  if (Status status = prepare_kernel(kernel, stream.ordinal, shape.smem_bytes, can_wait); !status.ok()) {
+  const Kernel* known = nullptr;
+  if (Status status = find_kernel(kernel, stream.ordinal, shape.smem_bytes, known); !status.ok()) {
     return status.at(describe(name, shape));
   }
   cudaLaunchAttribute attributes[2];
@@ -72,8 +95,7 @@ Status launch(std::string_view name, const void* kernel, const LaunchShape& shap
   config.dynamicSmemBytes = static_cast<size_t>(shape.smem_bytes);
   config.stream = cuda_stream(stream);
   config.attrs = attributes;
-  VIVACE_TRY_ASSIGN(const device::DeviceInfo* device, device::device_info(stream.ordinal));
-  if (shape.overlap_previous && can_wait && device->major >= 9) {
+  if (shape.overlap_previous && known->can_wait) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }

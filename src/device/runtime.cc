@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <mutex>
 
 #include "src/core/error.h"
@@ -88,27 +90,30 @@ int device_count(std::string* why) {
 }
 
 Result<const DeviceInfo*> device_info(int ordinal) {
+  constexpr int kMost = 64;
+  static std::array<std::atomic<const DeviceInfo*>, kMost> known;  // for good
+  if (ordinal < 0 || ordinal >= kMost) return no_device(ordinal);
+  const auto slot = static_cast<size_t>(ordinal);
+  if (const DeviceInfo* found = known[slot].load(std::memory_order_acquire)) return found;
   static std::mutex mutex;
-  static std::vector<std::unique_ptr<DeviceInfo>> known;
   std::lock_guard lock(mutex);
-  if (known.empty()) known.resize(static_cast<size_t>(device_count()));
-  if (ordinal < 0 || ordinal >= static_cast<int>(known.size())) return no_device(ordinal);
-  std::unique_ptr<DeviceInfo>& slot = known[static_cast<size_t>(ordinal)];
-  if (!slot) {
-    cudaDeviceProp prop;
-    VIVACE_TRY(cuda_status(cudaGetDeviceProperties(&prop, ordinal), "device properties"));
-    slot = std::make_unique<DeviceInfo>(DeviceInfo{
-        .name = prop.name,
-        .major = prop.major,
-        .minor = prop.minor,
-        .sms = prop.multiProcessorCount,
-        .memory_bytes = static_cast<int64_t>(prop.totalGlobalMem),
-        .l2_bytes = prop.l2CacheSize,
-        .smem_per_block = static_cast<int64_t>(prop.sharedMemPerBlockOptin),
-        .smem_per_sm = static_cast<int64_t>(prop.sharedMemPerMultiprocessor),
-    });
-  }
-  return static_cast<const DeviceInfo*>(slot.get());
+  if (const DeviceInfo* found = known[slot].load(std::memory_order_acquire)) return found;
+  if (ordinal >= device_count()) return no_device(ordinal);
+  cudaDeviceProp prop;
+  VIVACE_TRY(cuda_status(cudaGetDeviceProperties(&prop, ordinal), "device properties"));
+  static std::array<DeviceInfo, kMost> all;
+  all[slot] = {
+      .name = prop.name,
+      .major = prop.major,
+      .minor = prop.minor,
+      .sms = prop.multiProcessorCount,
+      .memory_bytes = static_cast<int64_t>(prop.totalGlobalMem),
+      .l2_bytes = prop.l2CacheSize,
+      .smem_per_block = static_cast<int64_t>(prop.sharedMemPerBlockOptin),
+      .smem_per_sm = static_cast<int64_t>(prop.sharedMemPerMultiprocessor),
+  };
+  known[slot].store(&all[slot], std::memory_order_release);
+  return static_cast<const DeviceInfo*>(&all[slot]);
 }
 
 Result<std::pair<int64_t, int64_t>> memory_info(int ordinal) {
