@@ -116,22 +116,6 @@ typedef struct vivace_cost {
   int64_t flops;
 } vivace_cost;
 
-/* A way to call an operator on another library's tensor objects, for languages where taking a tensor apart costs more than the call:
- * DLPack's C exchange does it in C. In place of each tensor, the arguments hold a pointer to an object in their first eight bytes. */
-typedef struct vivace_object_call {
-  vivace_code (*run)(const void* args, const vivace_stream* stream); /* vivace_OP */
-  const void* exchange;        /* DLPackExchangeAPI of major version 1, such as torch.Tensor.__dlpack_c_exchange_api__ has */
-  const void* none;            /* the object that stands for an absent tensor */
-  vivace_context* context;
-  int64_t args_bytes;          /* sizeof of the operator's arguments, at most VIVACE_MAX_ARGS_BYTES */
-  int64_t tensor_count;
-  const int64_t* tensors;      /* where each tensor stands in the arguments, in bytes */
-} vivace_object_call;
-enum { VIVACE_MAX_ARGS_BYTES = 4096 };
-/* Runs where the first tensor lies, there on this stream (a cudaStream_t; null on the CPU). A failure of the exchange itself is
- * VIVACE_INTERNAL, and what it left (in Python an exception) says more. */
-vivace_code vivace_call_objects(const vivace_object_call* call, const void* args, void* stream);
-
 /* Every operator with its table, rows in order of preference:
  * [{"op": "rms_norm", "summary": "...", "rows": [{"row": "cpu.simd", "device": "cpu", "needs": ["..."], "summary": "..."}]}] */
 vivace_code vivace_operators(const char** json);

@@ -14,6 +14,11 @@ from typing import Any, Callable, NamedTuple
 from . import _arrays
 from ._operators import OPERATORS, Operator
 
+try:
+    from . import _call  # type: ignore[attr-defined]
+except ImportError:  # packed without Python's headers, or a Python without the stable ABI
+    _call = None
+
 ABI_VERSION = 1
 
 
@@ -62,7 +67,6 @@ class Context:
 
     def __init__(self, threads: int, prefer: str, running: Context | None) -> None:
         self.threads, self._process = threads or len(os.sched_getaffinity(0)), os.getpid()
-        self.sites: dict[str, Any] = {}  # quick ways to run operators here, which go with it
         shared = running.handle if running is not None and running.threads == self.threads else None
         options = _ContextOptions(ctypes.sizeof(_ContextOptions), 0 if shared else threads, prefer.encode() or None, shared)
         handle = ctypes.c_void_p()
@@ -81,15 +85,22 @@ _options: dict[str, Any] = {"threads": 0, "prefer": ""}
 _context: Context | None = None
 
 
+def _use(found: Context | None) -> None:
+    global _context
+    _context = found
+    if _call is not None:
+        _call.use(found.handle if found is not None else 0, found)
+
+
 def context() -> Context:
     """The context of this process, made when first needed."""
-    global _context
     found = _context
     if found is None:
         with _lock:
-            if _context is None:
-                _context = Context(**_options, running=None)
             found = _context
+            if found is None:
+                found = Context(**_options, running=None)
+                _use(found)
     return found
 
 
@@ -100,7 +111,7 @@ def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
     prefer   "OP=ROW[,OP=ROW...]": only rows of that name, or with that prefix up to a dot, are tried for OP; a call that they
              refuse is an error with their reasons. "": each table's order.
     """
-    global _context, _streams
+    global _streams
     wanted: dict[str, Any] = {}
     if threads is not None:
         wanted["threads"] = _arrays.whole("vivace.configure: threads", threads, 0, 1024)
@@ -111,14 +122,15 @@ def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
         wanted["prefer"] = prefer
     with _lock:
         wanted = {**_options, **wanted}
-        _context = Context(**wanted, running=_context)
+        _use(Context(**wanted, running=_context))
         _options.update(wanted)
         _streams = {}  # after the context: who finds these streams finds it too
 
 
 def _after_fork() -> None:
-    global _context, _lock, _streams
-    _context, _lock, _streams = None, threading.Lock(), {}  # the parent's threads are not here
+    global _lock, _streams
+    _lock, _streams = threading.Lock(), {}
+    _use(None)  # the parent's threads are not here
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -192,6 +204,8 @@ class Entry:
         self._run = self._function("")
         self._explain, self._cost = self._function("_explain"), self._function("_cost")
         self._workspace_bytes = self._function("_workspace_bytes") if operator.workspace is not None else None
+        # Runs the operator and returns the call's code, or -1 for values that are not plain and a workspace that is to be found.
+        self.quick: Callable[[tuple], int] = lambda values: -1
 
     def _function(self, suffix: str) -> Any:
         function = getattr(LIBRARY, f"vivace_{self.operator.name}{suffix}")
@@ -241,39 +255,13 @@ class Entry:
         framework = _arrays.framework_of(values[0])
         return self._parts(values, framework), stream_bytes(framework.place(values[0]))
 
-    def objects(self, exchange: int, stream_of: Callable[[Any], int], owner: Context | None = None) -> Callable[[tuple], None]:
-        """A way to run the operator on tensor objects of a library with DLPack's C exchange: they are taken apart in C. The values
-        have to be such objects, None or numbers, and a workspace is given; stream_of says on which stream, from the first of them.
-        Python's lock is held, since the objects are looked at.
-        """
-        operator, kinds = self.operator, [argument.kind for argument in self.operator.arguments]
-        forms = "".join(f"Q{_arrays.TENSOR_BYTES - 8}x" if kind == "tensor" else "d" if kind == "float" else "q" for kind in kinds)
-        pack, header, tensors = struct.Struct("=Q" + forms).pack, self.struct_bytes, self._tensors
-        places, at = [], 8
-        for kind in kinds:
-            if kind == "tensor":
-                places.append(at)
-            at += _arrays.TENSOR_BYTES if kind == "tensor" else 8
-        array = (ctypes.c_int64 * len(places))(*places)
-        run = ctypes.cast(getattr(LIBRARY, f"vivace_{operator.name}"), ctypes.c_void_p).value
-        owner = owner or context()
-        site = _ObjectCall(run, exchange, id(None), owner.handle, at, len(places), ctypes.cast(array, ctypes.c_void_p).value)
-        pointer = ctypes.addressof(site)
-
-        def call(values: tuple, _kept: tuple = (array, site, owner)) -> None:
-            numbers = list(values)
-            for i in tensors:
-                numbers[i] = id(values[i])
-            try:
-                packed = pack(header, *numbers)
-            except (struct.error, OverflowError):
-                raise self._unfit(values) from None
-            code = _call_objects(pointer, packed, stream_of(values[0]))
-            if code:
-                self._parts(values, _arrays.framework_of(values[0]))  # names what the exchange cannot take apart
-                check(code)
-
-        return call
+    def take_apart(self, exchange: int, types: tuple[type, ...]) -> None:
+        """From now on quick() takes tensor objects of these types, which DLPack's C exchange knows."""
+        if _call is not None:
+            run = ctypes.cast(self._run, ctypes.c_void_p).value
+            kinds = "".join("t" if a.kind == "tensor" else "f" if a.kind == "float" else "i" for a in self.operator.arguments)
+            workspace = -1 if self.operator.workspace is None else self.operator.workspace
+            self.quick = _call.make(run, exchange, kinds, workspace, types)
 
     def run(self, values: tuple) -> None:
         """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""
@@ -326,13 +314,5 @@ class Entry:
         check(LIBRARY.vivace_attention_decode_schedule_params(b"".join(parts), stream, found))
         return tuple(found)
 
-
-class _ObjectCall(ctypes.Structure):
-    _fields_ = [("run", ctypes.c_void_p), ("exchange", ctypes.c_void_p), ("none", ctypes.c_void_p), ("context", ctypes.c_void_p),
-                ("args_bytes", ctypes.c_int64), ("tensor_count", ctypes.c_int64), ("tensors", ctypes.c_void_p)]
-
-
-_call_objects = ctypes.PyDLL(LIBRARY._name).vivace_call_objects
-_call_objects.restype, _call_objects.argtypes = ctypes.c_int32, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 ENTRIES = {name: Entry(operator) for name, operator in OPERATORS.items()}

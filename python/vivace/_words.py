@@ -10,7 +10,8 @@ import operator
 import re
 from typing import Any, Callable, Mapping
 
-from ._arrays import AN_ARRAY, DLPACK, DTYPES, FRAMEWORKS, NOTHING_BESIDE, Shape, framework_of, shape_of, shown, traced
+from . import _arrays
+from ._arrays import AN_ARRAY, DLPACK, DTYPES, FRAMEWORKS, NOTHING_BESIDE, Shape, framework_of, shape_of, shown
 
 REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
 
@@ -30,7 +31,7 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
     names    what the library calls an argument, as a pattern, and what the function does
     running  the call was not a mere question
     """
-    if traced():
+    if _arrays.traced():
         return error  # torch traces this too, and cannot trace what follows
     signature = inspect.signature(function)
     parameters = signature.parameters

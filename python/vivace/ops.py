@@ -19,7 +19,7 @@ import sys
 from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
 
 from . import _arrays, _library
-from ._arrays import clear, dtype_of, empty, shape_of, shown, whole
+from ._arrays import clear, dtype_of, empty, framework_of, shape_of, shown, whole
 from ._library import Choice, Cost
 from ._words import REFUSALS, no_tuple, refusal, worded
 
@@ -51,6 +51,7 @@ class Operator(Generic[P, R]):
 
     def __init__(self, name: str, build: Callable[P, R], dims: dict[str, int], names: dict[str, str]) -> None:
         self.name = name
+        self._entry = _library.ENTRIES[name]
         self._build: Any = build
         self._leaves_rows = name in _LEAVE_ROWS
         self._dims, self._names = dims, names
@@ -61,11 +62,11 @@ class Operator(Generic[P, R]):
             values, result = self._build(*args, **kwargs)
             if self._leaves_rows and kwargs.get("out") is None:
                 clear(result)
-            torch_ops = sys.modules.get("vivace.torch_ops")
-            if torch_ops is not None and isinstance(values[0], torch_ops.torch.Tensor):
-                torch_ops.run(self.name, values)
-            else:
-                _library.ENTRIES[self.name].run(values)
+            code = -1 if _arrays.traced() else self._entry.quick(values)
+            if code < 0:
+                framework_of(values[0]).run(self._entry, values)
+            elif code:
+                _library.check(code)
         except REFUSALS as error:
             raise refusal(error, self.name, self._build, args, kwargs, self._dims, self._names, True) from None
         return result
@@ -78,15 +79,15 @@ class Operator(Generic[P, R]):
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
         """Which row would run this call, and why those before it would not."""
-        return self._asked(_library.ENTRIES[self.name].explain, args, kwargs)
+        return self._asked(self._entry.explain, args, kwargs)
 
     def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost:
         """What this call must move and compute at least."""
-        return self._asked(_library.ENTRIES[self.name].cost, args, kwargs)
+        return self._asked(self._entry.cost, args, kwargs)
 
     def workspace_bytes(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """The scratch that this call needs."""
-        return self._asked(_library.ENTRIES[self.name].workspace_bytes, args, kwargs)
+        return self._asked(self._entry.workspace_bytes, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<vivace operator {self.name}>"

@@ -16,7 +16,6 @@ import torch
 from torch import library as torch_library
 
 from . import _arrays, _library
-from ._operators import OPERATORS
 
 _CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float8_e4m3fn: 4, torch.uint8: 5, torch.bool: 5, torch.int32: 6,
           torch.int64: 7}
@@ -62,63 +61,48 @@ def _empty(like: torch.Tensor, shape: Sequence[int], dtype: str) -> torch.Tensor
     return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)
 
 
-TORCH = _arrays.Framework(_describe, _place, _empty, _dtype, lambda tensor: True)
-_arrays.FRAMEWORKS[torch.Tensor] = _arrays.FRAMEWORKS[torch.nn.Parameter] = TORCH
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def _exchange() -> int:
     """torch's C exchange of tensors, from torch 2.10 on; 0 without it."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
         return 0
     address = _arrays._capsule_pointer(capsule, b"dlpack_exchange_api")
-    major, _, _, _, _, _, tensor = struct.unpack("=IIQQQQQ", ctypes.string_at(address, 48))
-    return address if major == 1 and tensor else 0
+    major, _, _, _, _, _, tensor, stream = struct.unpack("=IIQQQQQQ", ctypes.string_at(address, 56))
+    return address if major == 1 and tensor and stream else 0
 
 
-def _stream(tensor: torch.Tensor) -> int:
-    return _raw_stream(tensor.get_device()) if tensor.is_cuda else 0
+def _through_torch(entry: _library.Entry, values: tuple) -> None:
+    getattr(torch.ops.vivace, entry.operator.name)(*values)
 
 
+def _run(entry: _library.Entry, values: tuple) -> None:
+    (_through_torch if _arrays.traced() else _library.Entry.run)(entry, values)
+
+
+# Other tensors may be no memory: torch knows, and what it traces with is among them.
+TORCH = _arrays.Framework(_describe, _place, _empty, _dtype, lambda tensor: True, _through_torch)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_arrays.FRAMEWORKS.update({kind: TORCH._replace(run=_run) for kind in _PLAIN})
+_arrays.traced = torch.compiler.is_compiling
 EXCHANGE = _exchange()
-_PLAIN_OR_NUMBER = {torch.Tensor, torch.nn.Parameter, type(None), int, float}
-
-
-def quick(name: str, values: tuple) -> Any:
-    """The quickest way to run an operator on these values, if they have it: plain tensors on a GPU, and no workspace to be found."""
-    if not EXCHANGE or not values[0].is_cuda or not _PLAIN_OR_NUMBER.issuperset(map(type, values)):
-        return None
-    place = OPERATORS[name].workspace
-    if place is not None and values[place] is None:
-        return None
-    context = _library.context()
-    site = context.sites.get(name)
-    if site is None:
-        site = context.sites[name] = _library.ENTRIES[name].objects(EXCHANGE, _stream, context)
-    return site
-
-
-def run(name: str, values: tuple) -> None:
-    """Through torch.ops while torch traces, and for tensors that are no memory; else straight to the library."""
-    if torch.compiler.is_compiling() or type(values[0]) not in _PLAIN:
-        getattr(torch.ops.vivace, name)(*values)
-    else:
-        (quick(name, values) or _library.ENTRIES[name].run)(values)
-
+if EXCHANGE:
+    for _entry in _library.ENTRIES.values():
+        _entry.take_apart(EXCHANGE, _PLAIN)
 
 _LIBRARY = torch_library.Library("vivace", "DEF")
 
 
 def _register() -> None:
-    for operator in OPERATORS.values():
-        entry = _library.ENTRIES[operator.name]
+    for entry in _library.ENTRIES.values():
+        operator = entry.operator
         _LIBRARY.define(operator.schema, tags=[torch.Tag.pt2_compliant_tag])
 
-        def implementation(*values: Any, _entry: _library.Entry = entry, _name: str = operator.name) -> None:
-            call = quick(_name, values)
-            (call or _entry.run)(values)
+        def implementation(*values: Any, _entry: _library.Entry = entry) -> None:
+            code = _entry.quick(values)
+            if code < 0:
+                _entry.run(values)
+            elif code:
+                _library.check(code)
 
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(operator.name, implementation, key)

@@ -6,7 +6,6 @@
 #include <string>
 #include <system_error>
 
-#include "src/c_api/objects.h"
 #include "src/c_api/read.h"
 #include "src/core/guard.h"
 #include "src/core/json_string.h"
@@ -56,53 +55,54 @@ enum class Use {
   anywhere,  ///< asks what does not depend on where the call runs
 };
 
-/// Of a GPU that is there. `whose` says who means it, and begins the message of a query about one that is not.
-Result<int> compute_capability_of(std::string_view whose, int ordinal, Use use) {
-  const auto info = device::device_info(ordinal);
-  if (info.ok()) return 10 * (*info)->major + (*info)->minor;
+/// `stream.compute_capability` of a GPU that is there. `whose` says who means it, and begins the message of a query about one that is not.
+template <class Whose>
+Status ask_compute_capability(Stream& stream, Use use, const Whose& whose) {
+  const auto info = device::device_info(stream.ordinal);
+  if (info.ok()) {
+    stream.compute_capability = 10 * (*info)->major + (*info)->minor;
+    return {};
+  }
   if (use == Use::call) return info.status();
   return error(
       info.status().code(),
       "{}: {}; to ask about a GPU that is not here, give a stream with its compute_capability, such as 90",
-      whose, info.status().message());
+      whose(), info.status().message());
 }
 
 /// The stream of C++ for one of C.
-Result<Stream> stream_of(std::string_view place, const vivace_stream* from, Use use) {
-  if (from == nullptr) return Stream{};
+Status read_stream(std::string_view place, const vivace_stream* from, Use use, Stream& stream) {
+  if (from == nullptr) return {};
   if (from->device != VIVACE_DEVICE_CPU && from->device != VIVACE_DEVICE_CUDA) {
     return invalid_argument("{}: stream.device is {}, needs 0 (cpu) or 1 (cuda)", place, from->device);
   }
   if (from->reserved != 0)
     return invalid_argument("{}: stream.reserved is {}, needs 0", place, from->reserved);
-  Stream stream;
   stream.device = static_cast<Device>(from->device);
   if (from->context != nullptr) {
     stream.threads = &from->context->threads->pool;
     stream.dispatch = &from->context->dispatch;
   }
-  if (stream.device == Device::cpu) return stream;
+  if (stream.device == Device::cpu) return {};
   stream.ordinal = from->ordinal;
   stream.handle = from->handle;
   stream.compute_capability = from->compute_capability;
   if (use == Use::query && from->compute_capability != 0) {
     stream.ordinal = device::device_count() > from->ordinal ? from->ordinal : -1;
-    return stream;
+    return {};
   }
-  VIVACE_TRY_ASSIGN(stream.compute_capability, compute_capability_of(place, from->ordinal, use));
-  return stream;
+  return ask_compute_capability(stream, use, [&] { return place; });
 }
 
 /// The stream that a question without one is about: where the first tensor lies.
-Result<Stream> stream_of(std::string_view place, const Reader::Named& first, Use use) {
-  Stream stream;
-  if (first.tensor == nullptr || first.tensor->device == VIVACE_DEVICE_CPU) return stream;
+Status stream_beside(std::string_view place, const Reader::Named& first, Use use, Stream& stream) {
+  if (first.tensor == nullptr || first.tensor->device == VIVACE_DEVICE_CPU) return {};
   stream.device = Device::cuda;
-  if (use == Use::anywhere) return stream;
+  if (use == Use::anywhere) return {};
   stream.ordinal = first.tensor->ordinal;
-  const std::string whose = fmt::format("{}: stream is null, and {} lies on a GPU", place, first.name);
-  VIVACE_TRY_ASSIGN(stream.compute_capability, compute_capability_of(whose, stream.ordinal, use));
-  return stream;
+  return ask_compute_capability(stream, use, [&] {
+    return fmt::format("{}: stream is null, and {} lies on a GPU", place, first.name);
+  });
 }
 
 /// Runs `body` with the arguments and the stream as C++ has them.
@@ -113,14 +113,15 @@ vivace_code with(std::string_view place, const Args* given, const vivace_stream*
     Args copy;
     const Args* args = nullptr;
     VIVACE_TRY(current_args(place, given, copy, args));
-    VIVACE_TRY_ASSIGN(Stream stream, stream_of(place, from, use));
+    Stream stream;
+    VIVACE_TRY(read_stream(place, from, use, stream));
     const bool runs = use == Use::call;
     Reader reader(place, from != nullptr && stream.device == Device::cuda && runs ? from->ordinal : -1);
     const auto ours = read(reader, *args);
     VIVACE_TRY(reader.status());
     if (runs) VIVACE_TRY(reader.apart());
     if (!runs && from == nullptr) {
-      VIVACE_TRY_ASSIGN(stream, stream_of(place, reader.first(), use));
+      VIVACE_TRY(stream_beside(place, reader.first(), use, stream));
     }
     std::unique_lock<std::mutex> turn;
     if (stream.threads != nullptr && stream.device == Device::cpu && runs) {
@@ -445,18 +446,6 @@ vivace_code vivace_prepare_router_weight(const vivace_router_weight_source* sour
                        weight->version = made.version;
                        return {};
                      });
-}
-
-vivace_code vivace_call_objects(const vivace_object_call* call, const void* args, void* stream) {
-  alignas(8) unsigned char filled[VIVACE_MAX_ARGS_BYTES];
-  vivace_stream where{};
-  where.handle = stream;
-  const vivace_code code = c_api::call("vivace_call_objects", [&]() -> vivace::Status {
-    VIVACE_TRY(c_api::check_out("vivace_call_objects", "call", call));
-    VIVACE_TRY(c_api::check_out("vivace_call_objects", "args", args));
-    return c_api::fill_objects(*call, args, filled, where);
-  });
-  return code == VIVACE_OK ? call->run(filled, &where) : code;
 }
 
 }  // extern "C"

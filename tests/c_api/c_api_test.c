@@ -449,71 +449,6 @@ static void test_decode(void) {
   free(map);
 }
 
-/* Objects of another library, taken apart through DLPack's C exchange. */
-typedef struct {
-  void* data;
-  int32_t device_type, device_id, ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-} dl_tensor;
-
-static int take_apart(void* object, dl_tensor* out) {
-  *out = *(const dl_tensor*)object;
-  return out->lanes == 7 ? -1 : 0;
-}
-
-static vivace_code run_rms_norm(const void* args, const vivace_stream* stream) {
-  return vivace_rms_norm(args, stream);
-}
-
-static void test_objects(void) {
-  struct {
-    uint32_t major, minor;
-    const void* unused[4];
-    int (*tensor)(void*, dl_tensor*);
-  } exchange = {1, 3, {0}, take_apart};
-  float x[4] = {9, 3, 4, 0}, weight[2] = {1, 2}, y[2] = {0};
-  int64_t row[2] = {1, 2};
-  dl_tensor of_x = {x, 1, 0, 2, 2, 32, 1, row, NULL, sizeof(float)}, of_weight = {weight, 1, 0, 1, 2, 32, 1, row + 1, NULL, 0};
-  dl_tensor of_y = {y, 1, 0, 2, 2, 32, 1, row, NULL, 0};
-  int none = 0;
-  vivace_rms_norm_args args = {.struct_bytes = sizeof(args)};
-  args.x.data = &of_x;
-  args.weight.data = &of_weight;
-  args.y.data = &of_y;
-  args.residual.data = args.y_scale.data = &none;
-  const int64_t places[5] = {offsetof(vivace_rms_norm_args, x), offsetof(vivace_rms_norm_args, residual),
-                             offsetof(vivace_rms_norm_args, weight), offsetof(vivace_rms_norm_args, y),
-                             offsetof(vivace_rms_norm_args, y_scale)};
-  vivace_object_call call = {run_rms_norm, &exchange, &none, NULL, sizeof(args), 5, places};
-  CHECK(vivace_call_objects(&call, &args, NULL) == VIVACE_OK);
-  CHECK(fabsf(y[1] - 8 / sqrtf(12.5f)) < 1e-6f);
-  of_x.bits = 64;
-  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "DLPack's type (2, 64 bits");
-  of_x.bits = 32;
-  of_x.ndim = 6;
-  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "6 dimensions");
-  of_x.ndim = 2;
-  of_x.device_type = 9;
-  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "kind 9");
-  of_x.device_type = 1;
-  of_x.lanes = 7;
-  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INTERNAL, "gives no tensor");
-  of_x.lanes = 1;
-  call.args_bytes = VIVACE_MAX_ARGS_BYTES + 8;
-  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "args_bytes");
-  call.args_bytes = 64;
-  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "no place in 64 bytes");
-  call.args_bytes = sizeof(args);
-  exchange.major = 2;
-  CHECK_FAILS(vivace_call_objects(&call, &args, NULL), VIVACE_INVALID_ARGUMENT, "none of DLPack 1");
-  CHECK_FAILS(vivace_call_objects(NULL, &args, NULL), VIVACE_INVALID_ARGUMENT, "call is null");
-  CHECK_FAILS(vivace_call_objects(&call, NULL, NULL), VIVACE_INVALID_ARGUMENT, "args is null");
-}
-
 /* Another thread's error is its own. */
 static void* fail_elsewhere(void* unused) {
   (void)unused;
@@ -578,7 +513,6 @@ int main(void) {
   test_fused_moe();
   test_router();
   test_decode();
-  test_objects();
   test_errors_of_threads();
   test_shared_context();
   if (failures == 0) printf("the C ABI: all tests passed\n");

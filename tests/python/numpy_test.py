@@ -678,19 +678,6 @@ class Processes(unittest.TestCase):
                 "assert threads(one + 1) == one + 1, one\n")
         self.runs(code)
 
-    def test_quick_ways_go_with_their_context(self):
-        code = (f"{THREADS}import gc, vivace\n"
-                "from vivace import _library\n"
-                "for i in range(8):\n"
-                "    vivace.configure(threads=32 + i)\n"
-                "    context = _library.context()\n"  # as torch's tensors on a GPU leave them
-                "    for name, entry in _library.ENTRIES.items(): context.sites[name] = entry.objects(1, lambda tensor: 0, context)\n"
-                "del context\n"
-                "vivace.configure(threads=1)\n"
-                "gc.collect()\n"
-                "assert threads(2) <= 2, threads(2)\n")
-        self.runs(code)
-
     def test_settings_leave_nothing_behind(self):
         code = (f"{THREADS}import threading, numpy as np, vivace\n"
                 "own = threads(1000)\n"  # this one and NumPy's

@@ -15,6 +15,7 @@ from torch import library as torch_library  # noqa: E402
 import vivace  # noqa: E402
 import vivace.torch_ops  # noqa: E402
 from vivace._operators import OPERATORS  # noqa: E402
+from vivace.ops import _LEAVE_ROWS as LEAVE_ROWS  # noqa: E402
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 CASES = cases.cases()
@@ -56,39 +57,56 @@ class Torch(unittest.TestCase):
             with self.subTest(case.name):
                 self.assertEqual([bits(r) for r in cases.call(case, maker("cpu"))], [bits(r) for r in cases.call(case, cases.numpy_array)])
 
+    def quick(self, name):
+        """The way in C to run an operator."""
+        from vivace import _library
+        if not vivace.torch_ops.EXCHANGE or _library._call is None:
+            self.skipTest("this torch has no C exchange of tensors, or the wheel no vivace._call")
+        _library.context()  # without one nothing runs there
+        return _library.ENTRIES[name].quick
+
     def test_tensors_taken_apart_in_c(self):
-        """The way that calls on a GPU take; here on the CPU too."""
-        if not vivace.torch_ops.EXCHANGE:
-            self.skipTest("this torch has no C exchange of tensors")
-        from vivace._library import ENTRIES
         tried = 0
         for device in DEVICES:
             for case in runnable(device):
                 if case.operator is vivace.decode_attention:
                     continue
                 args, options = cases.built(case.args, maker(device)), cases.built(case.options, maker(device))
-                entry = ENTRIES[case.operator.name]
                 values, result = case.operator._build(*args, **options)
-                needed = entry.workspace_bytes(values)
-                if needed:
+                place, needed = OPERATORS[case.operator.name].workspace, case.operator.workspace_bytes(*args, **options)
+                if place is not None:
+                    self.assertEqual(self.quick(case.operator.name)(values), -1, case.name)  # it is to be found
                     scratch = torch.empty(needed, dtype=torch.uint8, device=device)
-                    values = (*values[:entry.operator.workspace], scratch, *values[entry.operator.workspace + 1:])
-                entry.objects(vivace.torch_ops.EXCHANGE, vivace.torch_ops._stream)(values)
+                    values = (*values[:place], scratch, *values[place + 1:])
+                if case.operator.name in LEAVE_ROWS:
+                    result.zero_()
+                self.assertEqual(self.quick(case.operator.name)(values), 0, case.name)
                 self.assertEqual(bits(cases.results_of(result)), bits(cases.call(case, maker(device))[0]), case.name)
                 tried += 1
         self.assertGreater(tried, 20)
 
-    def test_what_cannot_be_taken_apart(self):
-        if not vivace.torch_ops.EXCHANGE:
-            self.skipTest("this torch has no C exchange of tensors")
-        from vivace._library import ENTRIES
-        call, x = ENTRIES["rms_norm"].objects(vivace.torch_ops.EXCHANGE, vivace.torch_ops._stream), torch.ones(2, 8)
-        with self.assertRaisesRegex(ValueError, "weight.shape"):
-            call((x, None, torch.ones(7), x, None, 0, 1e-6))
-        with self.assertRaisesRegex(ValueError, "^rms_norm: x is torch.float64"):
-            call((x.double(), None, torch.ones(8), x, None, 0, 1e-6))
+    def test_what_is_not_taken_apart_in_c(self):
+        call, x, w = self.quick("rms_norm"), torch.ones(2, 8), torch.ones(8)
+        self.assertEqual(call((x, None, w, x, None, 0, 1)), 0)  # a whole number is one with a point too
+        self.assertEqual(call((x, None, torch.ones(7), x, None, 0, 1e-6)), 1)
+        for values in [(x.double(), None, w, x, None, 0, 1e-6), (x.view(1, 1, 1, 1, 2, 8), None, w, x, None, 0, 1e-6),
+                       (x.numpy(), None, w, x, None, 0, 1e-6), (x, None, w, x, None, 2**64, 1e-6), (x, None, w, x, None, np.int64(0), 1e-6),
+                       (x, None, w, x, None, 0, None), (None, None, w, x, None, 0, "1"), (x, None, w, x.to("meta"), None, 0, 1e-6)]:
+            self.assertEqual(call(values), -1)
+        for wrong in ((x,), [x, None, w, x, None, 0, 1e-6]):
+            with self.assertRaisesRegex(TypeError, "a tuple of 7 values"):
+                call(wrong)
         with self.assertRaisesRegex(ValueError, r"^rms_norm: x is torch.float32 \(1, 1, 1, 1, 2, 8\), needs at most 5"):
-            call((x.view(1, 1, 1, 1, 2, 8), None, torch.ones(8), x, None, 0, 1e-6))
+            vivace.rms_norm(x.view(1, 1, 1, 1, 2, 8), w, out=x)
+        self.assertTrue(torch.equal(vivace.rms_norm(x, w, eps=np.float64(1e-6)), vivace.rms_norm(x, w)))
+
+    def test_settings_count_for_the_next_call(self):
+        x, weight = torch.ones(2, 8), torch.ones(8)
+        self.addCleanup(vivace.configure, prefer="")
+        for row in ("reference", "cpu.simd"):
+            vivace.configure(prefer=f"rms_norm={row}")
+            vivace.rms_norm(x, weight)
+            self.assertEqual([(c["row"], c["calls"]) for c in vivace.counts()], [(row, 1)])
 
     def test_every_operator_runs_on_each_device(self):
         for device in DEVICES:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 import unittest
 import zipfile
 
@@ -40,6 +41,13 @@ class Wheel(unittest.TestCase):
                     self.assertEqual(digest, "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode(), name)
                     self.assertEqual(int(size), len(data), name)
             self.assertLessEqual({"vivace/libvivace_c.so", "vivace/py.typed", "vivace/include/vivace/c_api.h"}, names)
+
+    def test_quick_calls_are_there_where_they_can_be_built(self):
+        if not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists():
+            self.skipTest("there are no headers of Python")
+        with zipfile.ZipFile(WHEELS[0]) as archive:
+            self.assertIn("vivace/_call.abi3.so", archive.namelist())
+        from vivace import _call  # noqa: F401
 
     def test_one_wheel_for_all_pythons(self):
         self.assertRegex(WHEELS[0].name, r"^vivace-\d+\.\d+\.\d+-py3-none-manylinux_2_\d+_\w+\.whl$")

@@ -1,0 +1,227 @@
+/* Calls of operators on tensor objects of a library that has DLPack's C exchange, as torch has from 2.10 on: one call from Python takes them
+ * apart, packs the arguments of vivace_OP (vivace/c_api.h) and runs it in the process's context. Built on Python's stable ABI, without
+ * headers of torch, and told of vivace_OP and the exchange by their addresses. It is optional: what is not taken here is left to
+ * _library.Entry.run. */
+
+#define Py_LIMITED_API 0x030A0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <string.h>
+
+#include "vivace/c_api.h"
+
+/* --- the parts of DLPack 1 that are used here, in its layout --- */
+
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
+
+typedef struct {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+} DlTensor;
+
+typedef struct {
+  uint32_t major, minor;
+  const void* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, DlTensor* out); /* borrowed: nothing to free, nothing is waited for */
+  int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
+} DlExchange;
+
+static int32_t dtype_of(const DlTensor* tensor) {
+  if (tensor->lanes != 1) return 0;
+  switch (tensor->code << 8 | tensor->bits) {
+    case 2 << 8 | 32: return VIVACE_F32;
+    case 2 << 8 | 16: return VIVACE_F16;
+    case 4 << 8 | 16: return VIVACE_BF16;
+    case 10 << 8 | 8: return VIVACE_FP8_E4M3;
+    case 1 << 8 | 8:
+    case 6 << 8 | 8: return VIVACE_U8;
+    case 0 << 8 | 32: return VIVACE_I32;
+    case 0 << 8 | 64: return VIVACE_I64;
+    default: return 0;
+  }
+}
+
+/* --- the process's context: a vivace_context, and the object that keeps it --- */
+
+static vivace_context* context = NULL;
+static PyObject* context_owner = NULL; /* null: there is no context yet */
+
+/* use(address, owner): from the next call on. */
+static PyObject* use(PyObject* module, PyObject* args) {
+  unsigned long long address;
+  PyObject *owner, *before = context_owner;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KO", &address, &owner)) return NULL;
+  context = (vivace_context*)(uintptr_t)address;
+  context_owner = address != 0 ? Py_NewRef(owner) : NULL;
+  Py_XDECREF(before);
+  Py_RETURN_NONE;
+}
+
+/* --- a site: an operator, and the types that are taken apart --- */
+
+enum { MOST_BYTES = 4096, MOST_TYPES = 4, NOT_HERE = -1 };
+
+typedef struct {
+  vivace_code (*run)(const void* args, const vivace_stream* stream);
+  const DlExchange* exchange;
+  uint64_t args_bytes;
+  Py_ssize_t count, workspace; /* arguments, and which of them must be there; -1: none */
+  char kinds[256];             /* of each: t, i or f */
+  Py_ssize_t type_count;
+  PyTypeObject* types[MOST_TYPES];
+} Site;
+
+static const char* const SITE = "vivace._call.Site";
+
+/* Whether `object` is such a tensor; `out` is what it is then. */
+static int take_apart(const Site* site, PyObject* object, vivace_tensor* out) {
+  Py_ssize_t type = 0;
+  while (type < site->type_count && Py_TYPE(object) != site->types[type]) ++type;
+  if (type == site->type_count) return 0;
+  DlTensor tensor;
+  if (site->exchange->tensor_from_object(object, &tensor) != 0) return 0;
+  const int cuda = tensor.device_type == DL_CUDA || tensor.device_type == DL_CUDA_MANAGED;
+  if (!cuda && tensor.device_type != DL_CPU && tensor.device_type != DL_CUDA_HOST) return 0;
+  if (tensor.ndim < 0 || tensor.ndim > VIVACE_MAX_RANK) return 0;
+  out->data = (char*)tensor.data + tensor.byte_offset;
+  out->dtype = dtype_of(&tensor);
+  out->rank = tensor.ndim;
+  out->device = cuda ? VIVACE_DEVICE_CUDA : VIVACE_DEVICE_CPU;
+  out->ordinal = cuda ? tensor.device_id : 0;
+  int64_t dense = 1;
+  for (int i = tensor.ndim - 1; i >= 0; --i) {
+    out->shape[i] = tensor.shape[i];
+    out->stride[i] = tensor.strides != NULL ? tensor.strides[i] : dense;
+    dense *= tensor.shape[i];
+  }
+  return out->dtype != 0;
+}
+
+/* Whether `object` is a plain number that fits. */
+static int pack_number(PyObject* object, char kind, void* out) {
+  if (kind == 'f' && PyFloat_CheckExact(object)) {
+    *(double*)out = PyFloat_AsDouble(object);
+    return 1;
+  }
+  if (!PyLong_CheckExact(object)) return 0;
+  if (kind == 'f') {
+    *(double*)out = PyLong_AsDouble(object);
+  } else {
+    *(int64_t*)out = PyLong_AsLongLong(object);
+  }
+  return PyErr_Occurred() == NULL;
+}
+
+/* Whether the values became `args`; `stream` is then that of the first tensor. */
+static int pack(const Site* site, PyObject* values, char* args, vivace_stream* stream) {
+  memset(args, 0, site->args_bytes);
+  memcpy(args, &site->args_bytes, sizeof(site->args_bytes));
+  const vivace_tensor* first = NULL;
+  char* place = args + sizeof(site->args_bytes);
+  for (Py_ssize_t i = 0; i < site->count; ++i) {
+    PyObject* value = PyTuple_GetItem(values, i);
+    if (site->kinds[i] != 't') {
+      if (!pack_number(value, site->kinds[i], place)) return 0;
+      place += 8;
+      continue;
+    }
+    vivace_tensor* tensor = (vivace_tensor*)place;
+    place += sizeof(*tensor);
+    if (value == Py_None && i != site->workspace) continue;
+    if (!take_apart(site, value, tensor)) return 0;
+    if (first == NULL) first = tensor;
+  }
+  if (first == NULL) return 0;
+  stream->device = first->device;
+  stream->ordinal = first->ordinal;
+  stream->context = context;
+  return first->device == VIVACE_DEVICE_CPU ||
+         site->exchange->current_stream(DL_CUDA, first->ordinal, &stream->handle) == 0;
+}
+
+/* site(values) -> code: NOT_HERE where the values are not all plain; else what vivace_OP returned. */
+static PyObject* call(PyObject* capsule, PyObject* values) {
+  const Site* site = PyCapsule_GetPointer(capsule, SITE);
+  if (site == NULL) return NULL;
+  if (!PyTuple_Check(values) || PyTuple_Size(values) != site->count) {
+    PyErr_Format(PyExc_TypeError, "vivace._call: needs a tuple of %zd values", site->count);
+    return NULL;
+  }
+  _Alignas(8) char args[MOST_BYTES];
+  vivace_stream stream = {0};
+  if (context_owner == NULL || !pack(site, values, args, &stream)) {
+    PyErr_Clear();
+    return PyLong_FromLong(NOT_HERE);
+  }
+  PyObject* owner = Py_NewRef(context_owner); /* another may come while this runs */
+  PyThreadState* state = PyEval_SaveThread();
+  const vivace_code code = site->run(args, &stream);
+  PyEval_RestoreThread(state);
+  Py_DECREF(owner);
+  return PyLong_FromLong(code);
+}
+
+static void free_site(PyObject* capsule) {
+  Site* site = PyCapsule_GetPointer(capsule, SITE);
+  for (Py_ssize_t i = 0; i < site->type_count; ++i) Py_DECREF(site->types[i]);
+  PyMem_Free(site);
+}
+
+static int fill_site(Site* site, const char* kinds, PyObject* types) {
+  site->count = (Py_ssize_t)strlen(kinds);
+  site->args_bytes = sizeof(site->args_bytes);
+  for (const char* kind = kinds; *kind != '\0'; ++kind) site->args_bytes += *kind == 't' ? sizeof(vivace_tensor) : 8;
+  const Py_ssize_t type_count = PyTuple_Size(types);
+  if (site->count >= (Py_ssize_t)sizeof(site->kinds) || site->args_bytes > MOST_BYTES || type_count > MOST_TYPES) {
+    PyErr_SetString(PyExc_ValueError, "vivace._call: there are more arguments or types than any operator has");
+    return 0;
+  }
+  memcpy(site->kinds, kinds, (size_t)site->count);
+  for (; site->type_count < type_count; ++site->type_count) {
+    site->types[site->type_count] = (PyTypeObject*)Py_NewRef(PyTuple_GetItem(types, site->type_count));
+  }
+  return 1;
+}
+
+static PyMethodDef CALL = {"call", call, METH_O, NULL};
+
+/* make(run, exchange, kinds, workspace, types) -> site */
+static PyObject* make(PyObject* module, PyObject* args) {
+  unsigned long long run, exchange;
+  const char* kinds;
+  Py_ssize_t workspace;
+  PyObject* types;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "KKsnO!", &run, &exchange, &kinds, &workspace, &PyTuple_Type, &types)) return NULL;
+  Site* site = PyMem_Calloc(1, sizeof(Site));
+  if (site == NULL) return PyErr_NoMemory();
+  site->run = (vivace_code (*)(const void*, const vivace_stream*))(uintptr_t)run;
+  site->exchange = (const DlExchange*)(uintptr_t)exchange;
+  site->workspace = workspace;
+  PyObject* capsule = PyCapsule_New(site, SITE, free_site);
+  if (capsule == NULL) {
+    PyMem_Free(site);
+    return NULL;
+  }
+  PyObject* made = fill_site(site, kinds, types) ? PyCFunction_New(&CALL, capsule) : NULL;
+  Py_DECREF(capsule);
+  return made;
+}
+
+static PyMethodDef METHODS[] = {{"make", make, METH_VARARGS, NULL}, {"use", use, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "vivace._call", NULL, 0, METHODS, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__call(void) {
+  return PyModuleDef_Init(&MODULE);
+}
