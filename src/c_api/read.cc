@@ -27,9 +27,7 @@ namespace {
 /// a * b, or nothing where 62 bits do not hold it; both not negative.
 bool multiply(int64_t& a, int64_t b) {
   constexpr int64_t kMost = int64_t{1} << 62;
-  if (b != 0 && a > kMost / b) return false;
-  a *= b;
-  return true;
+  return !__builtin_mul_overflow(a, b, &a) && a <= kMost;
 }
 
 /// The strides of dimensions along which nothing steps say nothing, and other libraries put anything there: they become those of

@@ -80,8 +80,9 @@ class Reader {
   int ordinal_;
   Status status_;
   std::vector<ExpertWeights> experts_;
+  /// Nothing is written to places that are not used.
   union {
-    std::array<Seen, 32> seen_;  ///< more than any operator has; nothing is written to places that are not used
+    std::array<Seen, 32> seen_;  ///< more than any operator has
   };
   size_t count_ = 0;
 };
