@@ -102,6 +102,13 @@ inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
      0, DType::bf16},
     {"fp8 blocks, hundreds of rows, slice from 64", 280, 144, 192, 2, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 288,
      DType::fp8_e4m3, true, 64, DType::bf16},
+    // More tiles than an H200 has SMs, or they would be halved: rows of x where they are, or in order.
+    {"fp8, tiles of up to 256 rows", 900, 80, 304, 24, 2, DType::fp8_e4m3, MoeRouting::zipf, 0, false, 0,
+     DType::fp8_e4m3, false, 0, DType::bf16},
+    {"fp8 blocks, rows in order, slice from 64", 300, 80, 1088, 4, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
+     DType::fp8_e4m3, true, 64, DType::bf16},
+    {"bf16 activations, tiles of up to 256 rows", 900, 40, 304, 24, 2, DType::bf16, MoeRouting::zipf, 0, false, 0,
+     DType::bf16},
     {"a slice of the experts", 9, 64, 40, 6, 3, DType::f32, MoeRouting::any, 16, false, 0, DType::f32, false, 0,
      DType::none, MoeIds::slice},
     {"a map of the experts", 9, 64, 40, 6, 3, DType::bf16, MoeRouting::any, 0, true, 0, DType::f32, false, 0, DType::none,

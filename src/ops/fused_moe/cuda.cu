@@ -262,10 +262,11 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
     up.y = part.wide;
     up.y_type = DType::f32;
   }
-  // Products of many rows are faster where these lie one after another; `out` is free until the down product.
-  constexpr int64_t kManyRows = 256;
+  // Products of many rows that meet many columns are faster where rows lie one after another; `out` is free until the down
+  // product.
+  constexpr int64_t kManyRows = 64, kManyColumns = 512;
   if (product == gemm::run_sm90 && gemm::sm90_can(up) && up.a_index != nullptr &&
-      up.rows > kManyRows * up.groups) {
+      up.rows > kManyRows * up.groups && up.n >= kManyColumns) {
     const int64_t row_bytes = hidden * info_of(x.dtype).block_bytes;
     GatherParams gather;
     gather.x = x.as<const uint8_t>();

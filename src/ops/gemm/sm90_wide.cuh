@@ -9,9 +9,9 @@
 // 128 (128 + rows) bytes for 4 rows cycles of the tensor cores.
 //
 // Rows of B are the rows of a product and rows of A its columns, of which a tile has as many as its group needs, in steps of
-// 32: dozens of rows waste little, and B is read once. A CTA stays and takes every gridDim-th tile. One warp group fills a
-// ring of stages: B by tensor copies, A as well where its rows lie in order, else by copies of 16 bytes. Two warp groups multiply 64 rows of B
-// each. Tensor cores add fp8 products with 13 bits, so sums of a stage, which is a block of scales, are added up in fp32.
+// 32 up to 256: dozens of rows waste little, and B is read once. A CTA stays and takes every gridDim-th tile. One warp group fills a
+// ring of stages: B by tensor copies, A as well where its rows lie in order, else by copies of 16 bytes. Two or three warp groups multiply
+// 64 rows of B each. Tensor cores add fp8 products with 13 bits, so sums of a stage, which is a block of scales, are added up in fp32.
 //
 // `gated` interleaves rows of gate and up in blocks of 8, by the tensor copy: a thread then holds both values of a column.
 // Values of y that are 8 or 16 bits wide are turned from columns into rows of y on their way through shared memory.
@@ -29,12 +29,12 @@
 
 namespace vivace::gemm {
 
-/// kGather_: rows of A lie anywhere, else one after another.
-template <class E, bool kBlockScales, bool kGated, bool kGather_, int kRows_>
+/// kGather_: rows of A lie anywhere, else one after another. kGroups_: warp groups that multiply.
+template <class E, bool kBlockScales, bool kGated, bool kGather_, int kGroups_, int kRows_>
 struct WideTile {
   static constexpr bool kGather = kGather_;
-  static constexpr int kRows = kRows_;                           // of A, at most
-  static constexpr int kGroups = 2;                              // warp groups that multiply
+  static constexpr int kRows = kRows_;  // of A, at most
+  static constexpr int kGroups = kGroups_;
   static constexpr int kBRows = 64 * kGroups;                    // of B, of gate and up together if gated
   static constexpr int kColumns = kGated ? kBRows / 2 : kBRows;  // of y
   static constexpr int kConsumers = 128 * kGroups, kProducers = 128, kThreads = kConsumers + kProducers;
@@ -42,10 +42,14 @@ struct WideTile {
   static constexpr int kBBytes = kBRows * kRowBytes, kABytes = kRows * kRowBytes;
   static constexpr int kScaleBytes = kBlockScales ? (kRows * 4 + 1023) / 1024 * 1024 : 0;
   static constexpr int kStageBytes = kBBytes + kABytes + kScaleBytes;
-  // Of y on its way to memory, a part for each group that multiplies.
+  // Of y on its way to memory, so many rows at once, a part for each group that multiplies.
   static constexpr int kOutWidth = (kGated ? static_cast<int>(sizeof(E)) * 32 : 2 * 64);  // bytes of a row
-  static constexpr int kOutBytes = kGroups * kRows * kOutWidth;
-  static constexpr int kListBytes = (3 * kMostGroups + 1 + kThreads / 32) * static_cast<int>(sizeof(int32_t));
+  static constexpr int kOutRows = std::min(kRows, (kGroups == 2 ? 8 : 4) * 1024 / kOutWidth);
+  static constexpr int kOutBytes = kGroups * kOutRows * kOutWidth;
+  // Where tiles would be fewer than CTAs they have a half, a quarter .. of the rows.
+  static constexpr int kHalvings = kRows == 64 ? 1 : kRows == 192 ? 2 : 3;
+  static constexpr int kListBytes =
+      (3 * kMostGroups + 1 + (kHalvings + 1) * kThreads / 32) * static_cast<int>(sizeof(int32_t));
   static constexpr int kMostStages = 8,
                        kBarrierBytes = 2 * kMostStages * static_cast<int>(sizeof(device::Barrier));
   static constexpr int kRoom = 227 * 1024 - kOutBytes - kListBytes - kBarrierBytes;
@@ -56,20 +60,28 @@ struct WideTile {
   static constexpr int kBoxRows = 32;  // of A, in a box of the tensor copy
   // Stages of gathered A that are under way when one is declared full. Products of bf16 keep a stage longer.
   static constexpr int kLate = kStages > (kPromotes ? 3 : 4) ? 2 : 1;
-  static_assert(kStages > kLate + !kPromotes && kRows % 32 == 0);
+  static_assert(kStages > kLate + !kPromotes && kRows >> kHalvings >= 32);
+  static constexpr int kRegisters = kGroups == 2 ? 232 : 152;  // of a thread that multiplies
 };
 
 /// The groups with their rows clipped to those there are, and how many tiles come before each.
 struct GroupList {
   int32_t *tiles, *start, *rows;  ///< [groups + 1], [groups], [groups] in shared memory
-  int32_t* of_warp;               ///< [warps]
+  int32_t* of_warp;               ///< [halvings + 1, warps]
+  int most_rows = 0;              ///< of a tile
+
+  __device__ __forceinline__ int blocks_of(int group, int of_rows) const {
+    return static_cast<int>((static_cast<unsigned>(rows[group]) + of_rows - 1) / of_rows);
+  }
 
   /// By all threads of the CTA.
-  template <int kThreads, int kRows>
+  template <class T>
   __device__ __forceinline__ void build(const Problem& p, int column_tiles) {
-    const int groups = static_cast<int>(p.groups), each = (groups + kThreads - 1) / kThreads;
+    constexpr int kWarps = T::kThreads / 32;
+    const int groups = static_cast<int>(p.groups), each = (groups + T::kThreads - 1) / T::kThreads;
     const int first = static_cast<int>(threadIdx.x) * each, last = min(first + each, groups);
-    int mine = 0;
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    int mine[T::kHalvings + 1] = {};
     for (int g = first; g < last; ++g) {
       int64_t begin = 0, end = p.rows;
       if (p.group_start != nullptr) {
@@ -78,24 +90,42 @@ struct GroupList {
       }
       start[g] = static_cast<int32_t>(begin);
       rows[g] = static_cast<int32_t>(max(end - begin, int64_t{0}));
-      mine += (rows[g] + kRows - 1) / kRows * column_tiles;
+#pragma unroll
+      for (int h = 0; h <= T::kHalvings; ++h) mine[h] += blocks_of(g, T::kRows >> h) * column_tiles;
     }
-    int inclusive = mine;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int h = 0; h <= T::kHalvings; ++h) {
+      const int sum = __reduce_add_sync(device::kAllLanes, mine[h]);
+      if (lane == 0) of_warp[h * kWarps + warp] = sum;
+    }
+    __syncthreads();
+    most_rows = T::kRows;
+    int inclusive = mine[0], before = 0, all = 0;
+#pragma unroll
+    for (int h = 0; h <= T::kHalvings; ++h) {
+      int all_of_h = 0, before_of_h = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        if (w < warp) before_of_h += of_warp[h * kWarps + w];
+        all_of_h += of_warp[h * kWarps + w];
+      }
+      if (h == 0 || all_of_h <= static_cast<int>(gridDim.x)) {
+        most_rows = T::kRows >> h;
+        inclusive = mine[h], before = before_of_h, all = all_of_h;
+      }
+    }
+    const int own = inclusive;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int below = __shfl_up_sync(device::kAllLanes, inclusive, step);
       if (lane >= step) inclusive += below;
     }
-    if (lane == 31) of_warp[warp] = inclusive;
-    __syncthreads();
-    int before = inclusive - mine;
-    for (int w = 0; w < warp; ++w) before += of_warp[w];
+    before += inclusive - own;
     for (int g = first; g < last; ++g) {
       tiles[g] = before;
-      before += (rows[g] + kRows - 1) / kRows * column_tiles;
+      before += blocks_of(g, most_rows) * column_tiles;
     }
-    if (threadIdx.x == kThreads - 1) tiles[groups] = before;
+    if (threadIdx.x == 0) tiles[groups] = all;
     __syncthreads();
   }
 };
@@ -123,8 +153,8 @@ struct TileWalk {
     const auto place = static_cast<unsigned>(tile - list.tiles[group]);
     const auto rows = static_cast<unsigned>(list.rows[group]);
     unsigned column = place, begin = 0, count = rows;
-    if (rows > T::kRows) {
-      const unsigned blocks = (rows + T::kRows - 1) / T::kRows, block = place % blocks;
+    if (rows > static_cast<unsigned>(list.most_rows)) {
+      const unsigned blocks = list.blocks_of(group, list.most_rows), block = place % blocks;
       const unsigned each = rows / blocks, more = rows % blocks;  // the first `more` have one more
       column = place / blocks;
       begin = block * each + min(block, more);
@@ -178,26 +208,27 @@ struct Feed {
     }
   }
 
-  /// Of rows one after another all comes in boxes. Rows behind the last are of the next group, or zeros.
+  /// Of rows one after another all comes in boxes, a lane each. Rows behind the last are of the next group, or zeros.
   __device__ __forceinline__ void copy_boxes(TileWalk walk) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     device::RingPosition<T::kStages> at;
     at.parity = 1;
     WideTileAt tile;
     while (walk.next<T>(tile)) {
-      if (threadIdx.x == T::kConsumers) {
-        const int boxes = (tile.rows + T::kBoxRows - 1) / T::kBoxRows;
-        for (int step = 0; step < steps; ++step, at.next()) {
+      const int boxes = (tile.rows + T::kBoxRows - 1) / T::kBoxRows;
+      for (int step = 0; step < steps; ++step, at.next()) {
+        if (lane == 0) {
           device::wait_for(empty + at.stage, at.parity);
           copy_b(tile, step, at.stage, boxes * T::kBoxRows * kRowBytes);
-          const int k = step * kRowBytes - static_cast<int>(p.k_offset);
+        }
+        __syncwarp();
+        if (lane < boxes) {
           uint8_t* const to = smem + at.stage * T::kStageBytes + T::kBBytes;
-          for (int i = 0; i < boxes; ++i) {
-            device::tensor_load(to + i * T::kBoxRows * kRowBytes, &maps.a, full + at.stage, k,
-                                tile.row + i * T::kBoxRows, 0, 0, 0);
-          }
+          device::tensor_load(to + lane * T::kBoxRows * kRowBytes, &maps.a, full + at.stage,
+                              step * kRowBytes - static_cast<int>(p.k_offset), tile.row + lane * T::kBoxRows,
+                              0, 0, 0);
         }
       }
-      __syncwarp();
     }
   }
 
@@ -301,6 +332,13 @@ struct Feed {
   }
 };
 
+/// 1 / x to an ulp; of subnormal numbers and to them, 0 and infinity.
+__device__ __forceinline__ float reciprocal_of(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// A warp's share of y: the 16 rows of B that it multiplied, by up to kN rows of A.
 template <class T, class E, int kN>
 struct WideSums {
@@ -332,6 +370,16 @@ struct WideSums {
     return s;
   }
 
+  /// Gate without branches, to a few ulp: the values of a thread go side by side.
+  __device__ __forceinline__ float join(float gate, float up) const {
+    constexpr float kLog2E = 1.44269504f;
+    const float limit = p.gate.limit;
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    return gate * reciprocal_of(1.f + device::exp2_of(-p.gate.alpha * kLog2E * gate)) * (up + p.gate.beta);
+  }
+
   /// Scales, SiLU.
   __device__ __forceinline__ void finish(float (&sums)[kN / 2], const Scales& scales) const {
     if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
@@ -344,7 +392,7 @@ struct WideSums {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float first = sums[4 * i + e], second = sums[4 * i + 2 + e];
-          sums[2 * i + e] = p.gate(up_first ? second : first, up_first ? first : second);
+          sums[2 * i + e] = join(up_first ? second : first, up_first ? first : second);
         }
       }
       if (p.y_scale != nullptr) device::divide(reinterpret_cast<float(&)[kN / 4]>(sums), scales.y);
@@ -378,67 +426,73 @@ struct WideSums {
       const int shift = kChunksOfRow == 8 ? row % 8 : row / 2 % 4;
       return out + row * (kChunksOfRow * 16) + (of_row ^ shift) * 16;
     };
-    device::named_barrier(1 + group, 128);  // the last tile of it is stored
-    if constexpr (!kGated) {
-#pragma unroll
-      for (int i = 0; i < kBlocks; i += 2) {
-        uint32_t words[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const float* v = sums + 4 * (i + m / 2) + 2 * (m % 2);
-          words[m] = device::pack<bf16>(v[0], v[1]);
-        }
-        device::store_matrices_transposed(place(8 * (i + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
-                                          words);
-      }
-    } else if constexpr (sizeof(E) == 2) {
-#pragma unroll
-      for (int i = 0; i < kBlocks; i += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) words[m] = device::pack<bf16>(sums[2 * (i + m)], sums[2 * (i + m) + 1]);
-        device::store_matrices_transposed(place(8 * (i + lane / 8) + lane % 8, warp), words);
-      }
-    } else {
-      // Pairs of rows as 16 bits: a chunk has 8 columns of rows r and r + 1, in turn. Of 16 rows the pairs of the first 8
-      // alternate with those of the others.
-#pragma unroll
-      for (int i = 0; i < kBlocks; i += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const float* v = sums + 2 * (i + 2 * m);
-          words[m] = device::pack<fp8>(v[0], v[1]) | device::pack<fp8>(v[2], v[3]) << 16;
-        }
-        device::store_two_matrices_transposed(place(4 * i + lane % 16, warp), words[0], words[1]);
-      }
-    }
-    device::named_barrier(1 + group, 128);
-
     const int thread = warp * 32 + lane;
     const int column = tile.column + group * (T::kColumns / T::kGroups) + thread % kChunksOfRow * 8;
-    if (column >= p.n) return;
-    if constexpr (kGated && sizeof(E) == 1) {
-#pragma unroll 4
-      for (int pair = thread / kChunksOfRow; pair < kN / 2; pair += 128 / kChunksOfRow) {
-        const int row = pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2;
-        const uint4 v = *reinterpret_cast<const uint4*>(place(pair, thread % kChunksOfRow));
-        fp8* y = static_cast<fp8*>(p.y) + (int64_t{tile.row} + row) * p.y_stride + column;
-        if (row < tile.rows) {
-          *reinterpret_cast<uint2*>(y) =
-              make_uint2(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.z, v.w, 0x6420));
+#pragma unroll
+    for (int first = 0; first < kBlocks; first += T::kOutRows / 8) {
+      const int end = min(int{kBlocks}, first + T::kOutRows / 8);  // blocks that `out` has room for
+      device::named_barrier(1 + group, 128);                       // what it had is stored
+      if constexpr (!kGated) {
+#pragma unroll
+        for (int i = first; i < end; i += 2) {
+          uint32_t words[4];
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const float* v = sums + 4 * (i + m / 2) + 2 * (m % 2);
+            words[m] = device::pack<bf16>(v[0], v[1]);
+          }
+          device::store_matrices_transposed(
+              place(8 * (i - first + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), words);
         }
-        if (row + 1 < tile.rows) {
-          *reinterpret_cast<uint2*>(y + p.y_stride) =
-              make_uint2(__byte_perm(v.x, v.y, 0x7531), __byte_perm(v.z, v.w, 0x7531));
+      } else if constexpr (sizeof(E) == 2) {
+#pragma unroll
+        for (int i = first; i < end; i += 4) {
+          uint32_t words[4];
+#pragma unroll
+          for (int m = 0; m < 4; ++m) words[m] = device::pack<bf16>(sums[2 * (i + m)], sums[2 * (i + m) + 1]);
+          device::store_matrices_transposed(place(8 * (i - first + lane / 8) + lane % 8, warp), words);
+        }
+      } else {
+        // Pairs of rows as 16 bits: a chunk has 8 columns of rows r and r + 1, in turn. Of 16 rows the pairs of the first 8
+        // alternate with those of the others.
+#pragma unroll
+        for (int i = first; i < end; i += 4) {
+          uint32_t words[4];
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            const float* v = sums + 2 * (i + 2 * m);
+            words[m] = device::pack<fp8>(v[0], v[1]) | device::pack<fp8>(v[2], v[3]) << 16;
+          }
+          device::store_two_matrices_transposed(place(4 * (i - first) + lane % 16, warp), words[0], words[1]);
         }
       }
-    } else {
-      bf16* y = static_cast<bf16*>(p.y) + int64_t{tile.row} * p.y_stride + column;
+      device::named_barrier(1 + group, 128);
+
+      const int rows = tile.rows - 8 * first, out_rows = 8 * (end - first);
+      if (column >= p.n) continue;
+      if constexpr (kGated && sizeof(E) == 1) {
+        fp8* const y = static_cast<fp8*>(p.y) + (int64_t{tile.row} + 8 * first) * p.y_stride + column;
 #pragma unroll 4
-      for (int row = thread / kChunksOfRow; row < tile.rows; row += 128 / kChunksOfRow) {
-        *reinterpret_cast<uint4*>(y + row * p.y_stride) =
-            *reinterpret_cast<const uint4*>(place(row, thread % kChunksOfRow));
+        for (int pair = thread / kChunksOfRow; pair < out_rows / 2; pair += 128 / kChunksOfRow) {
+          const int row = pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2;
+          const uint4 v = *reinterpret_cast<const uint4*>(place(pair, thread % kChunksOfRow));
+          fp8* const to = y + row * p.y_stride;
+          if (row < rows) {
+            *reinterpret_cast<uint2*>(to) =
+                make_uint2(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.z, v.w, 0x6420));
+          }
+          if (row + 1 < rows) {
+            *reinterpret_cast<uint2*>(to + p.y_stride) =
+                make_uint2(__byte_perm(v.x, v.y, 0x7531), __byte_perm(v.z, v.w, 0x7531));
+          }
+        }
+      } else {
+        bf16* const y = static_cast<bf16*>(p.y) + (int64_t{tile.row} + 8 * first) * p.y_stride + column;
+#pragma unroll 4
+        for (int row = thread / kChunksOfRow; row < min(rows, out_rows); row += 128 / kChunksOfRow) {
+          *reinterpret_cast<uint4*>(y + row * p.y_stride) =
+              *reinterpret_cast<const uint4*>(place(row, thread % kChunksOfRow));
+        }
       }
     }
   }
@@ -497,10 +551,13 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
     b_scale = b_scales[0];
     b_up_scale = b_up_scales[0];
   }
-  // A product of two reads what it has in common from registers, or shared memory would be read more than it can be.
-  constexpr int kParts = T::kPromotes && !T::kGather && T::kScaleBytes == 0 && kN >= 128 ? 2 : 1,
-                kOfPart = kN / kParts;
-  float products[kParts][T::kPromotes ? kOfPart / 2 : 1];
+  // Two parts are under way at once, or one where registers are few. They read what they have in common from registers, or shared
+  // memory would be read more than it can be. With scales of blocks parts were no faster.
+  constexpr int kOfPart = !T::kPromotes || T::kScaleBytes > 0 || kN < 128 ? kN
+                          : T::kGroups == 3                               ? (kN > 160 ? 48 : 32)
+                                                                          : kN / (kN > 192 ? 4 : 2);
+  constexpr int kParts = kN / kOfPart, kUnderWay = T::kGroups == 3 && kN > 160 ? 1 : std::min(kParts, 2);
+  float products[kUnderWay][T::kPromotes ? kOfPart / 2 : 1];
   [[maybe_unused]] uint32_t before = at.stage;
   for (int step = 0; step < steps; ++step, at.next()) {
     const uint8_t* stage = smem + at.stage * T::kStageBytes;
@@ -521,14 +578,13 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
                               b + device::swizzled<kRowBytes>(16 * warp + lane % 16, 2 * k + lane / 16));
       }
     }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    const auto multiply = [&](int part) {
       device::begin_products();
 #pragma unroll
       for (int k = 0; k < kSlices; ++k) {
         const uint64_t columns = device::swizzled_operand(a + part * kOfPart * kRowBytes + 32 * k);
         if constexpr (kParts > 1) {
-          device::Wgmma<E, kOfPart>::multiply(products[part], rows[k], columns, k > 0);
+          device::Wgmma<E, kOfPart>::multiply(products[part % kUnderWay], rows[k], columns, k > 0);
         } else if constexpr (T::kPromotes) {
           device::Wgmma<E, kN>::multiply(products[0], device::swizzled_operand(b + 32 * k), columns, k > 0);
         } else {
@@ -536,21 +592,25 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
         }
       }
       device::commit_products();
-    }
+    };
+#pragma unroll
+    for (int part = 0; part < kUnderWay; ++part) multiply(part);
     if constexpr (T::kPromotes) {
-      const auto add_part = [&]<int kPart> {
-        if constexpr (kPart < kParts) {
-          device::wait_for_products<kParts - 1 - kPart>();
-          device::hold_products(products[kPart]);
-          if constexpr (kPart == kParts - 1 && T::kScaleBytes == 0) release(at.stage);
-          add_products<T>(sums + kPart * (kOfPart / 2), products[kPart],
-                          reinterpret_cast<const float*>(a + T::kABytes) + kPart * kOfPart, b_scale,
-                          b_up_scale);
-          if constexpr (kPart == kParts - 1 && T::kScaleBytes > 0) release(at.stage);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (part + 1 < kParts && kUnderWay > 1) {
+          device::wait_for_products<1>();
+        } else {
+          device::wait_for_products<0>();
         }
-      };
-      add_part.template operator()<0>();
-      add_part.template operator()<1>();
+        auto& these = products[part % kUnderWay];
+        device::hold_products(these);
+        if (part == kParts - 1 && T::kScaleBytes == 0) release(at.stage);
+        add_products<T>(sums + part * (kOfPart / 2), these,
+                        reinterpret_cast<const float*>(a + T::kABytes) + part * kOfPart, b_scale, b_up_scale);
+        if (part + kUnderWay < kParts) multiply(part + kUnderWay);
+      }
+      if (T::kScaleBytes > 0) release(at.stage);
       b_scale = next_scale, b_up_scale = next_up_scale;
     } else {
       if (step > 0) {
@@ -595,7 +655,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   }
   device::let_next_kernel_start();
   device::wait_for_previous_kernel();
-  list.template build<T::kThreads, T::kRows>(p, column_tiles);
+  list.template build<T>(p, column_tiles);
   TileWalk walk{list, static_cast<int>(p.groups), static_cast<int>(blockIdx.x)};
 
   if (threadIdx.x >= T::kConsumers) {
@@ -603,7 +663,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
     Feeder{maps, p, steps, smem, full, empty}.run(walk);
     return;
   }
-  device::take_registers<232>();
+  device::take_registers<T::kRegisters>();
   device::RingPosition<T::kStages> at;
   WideTileAt tile;
   const auto multiply = [&]<int kN> {
@@ -626,8 +686,14 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
       case 5:
         multiply.template operator()<160>();
         break;
-      default:
+      case 6:
         multiply.template operator()<192>();
+        break;
+      case 7:
+        multiply.template operator()<224>();
+        break;
+      default:
+        multiply.template operator()<256>();
         break;
     }
   }
@@ -662,9 +728,9 @@ Status make_maps(const Problem& p, WideMaps& maps) {
                                  maps.a);
 }
 
-template <class E, bool kBlockScales, bool kGated, bool kGather, int kRows>
+template <class E, bool kBlockScales, bool kGated, bool kGather, int kGroups, int kRows>
 Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int sms) {
-  using T = WideTile<E, kBlockScales, kGated, kGather, kRows>;
+  using T = WideTile<E, kBlockScales, kGated, kGather, kGroups, kRows>;
   const bool up_first = kGated && p.b_up < p.b;  // the tensor copy goes upwards in memory
   if (up_first) {
     std::swap(p.b, p.b_up);
@@ -673,7 +739,7 @@ Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int
   WideMaps maps;
   VIVACE_TRY((make_maps<T, E>(p, maps)));
   const int64_t column_tiles = (p.n + T::kColumns - 1) / T::kColumns;
-  const int64_t most_tiles = (p.rows / kRows + std::min(p.groups, p.rows)) * column_tiles;
+  const int64_t most_tiles = (p.rows / (kRows >> T::kHalvings) + std::min(p.groups, p.rows)) * column_tiles;
   const auto size = static_cast<int64_t>(sizeof(E));
   const auto steps = static_cast<int>((p.k * size + p.k_offset + kRowBytes - 1) / kRowBytes);
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(most_tiles, sms))),
@@ -684,12 +750,34 @@ Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int
                 up_first);
 }
 
-/// By rows per group. Bits are the same for all.
+/// What all rounds of tiles bring to an SM, in rows of B and of A, if groups are alike. Products have 32 rows of A or more of them.
+inline int64_t rows_of_rounds(const Problem& p, int64_t b_rows, int64_t a_rows, int sms) {
+  const auto parts = [](int64_t count, int64_t of) { return (count + of - 1) / of; };
+  const int64_t rows = parts(p.rows, p.groups), blocks = parts(rows, a_rows);
+  const int64_t tiles = p.groups * blocks * parts((p.gated ? 2 : 1) * p.n, b_rows);
+  return parts(tiles, sms) * (b_rows + 32 * parts(rows, 32 * blocks));
+}
+
+/// Bits are the same for all.
 template <class E, bool kBlockScales, bool kGated, bool kGather>
 Status run_any_wide_tile(std::string_view name, const Problem& p, const Stream& stream, int sms) {
+  // Three warp groups have fewer registers each, which has to pay.
+  const auto three_pay = [&](int64_t a_rows_of_three, int64_t a_rows) {
+    return 10 * rows_of_rounds(p, 192, a_rows_of_three, sms) < 9 * rows_of_rounds(p, 128, a_rows, sms);
+  };
   // Low tiles leave room for more stages, which is what dozens of rows need.
-  return p.rows <= 48 * p.groups ? run_wide_tile<E, kBlockScales, kGated, kGather, 64>(name, p, stream, sms)
-                                 : run_wide_tile<E, kBlockScales, kGated, kGather, 192>(name, p, stream, sms);
+  if (p.rows <= 48 * p.groups) {
+    return three_pay(64, 64) ? run_wide_tile<E, kBlockScales, kGated, kGather, 3, 64>(name, p, stream, sms)
+                             : run_wide_tile<E, kBlockScales, kGated, kGather, 2, 64>(name, p, stream, sms);
+  }
+  if constexpr (kBlockScales) {
+    return run_wide_tile<E, kBlockScales, kGated, kGather, 2, 192>(name, p, stream, sms);
+  } else {
+    constexpr int64_t kLongBytes = 1024;  // of k: of a shorter one stores are what counts
+    return p.k * static_cast<int64_t>(sizeof(E)) >= kLongBytes && three_pay(192, 256)
+               ? run_wide_tile<E, kBlockScales, kGated, kGather, 3, 192>(name, p, stream, sms)
+               : run_wide_tile<E, kBlockScales, kGated, kGather, 2, 256>(name, p, stream, sms);
+  }
 }
 
 template <class E, bool kBlockScales>

@@ -26,6 +26,8 @@ inline std::span<const GroupedGemmCase> grouped_gemm_cases(CaseSize size) {
   const std::vector<int32_t> half = {20, 0, 31, 0, 64, 0, 7, 0, 40, 0, 17, 0, 52, 0};
   std::vector<int32_t> one(24, 0);
   one[13] = 300;
+  // More tiles than an H200 has SMs, or they would be halved.
+  const std::vector<int32_t> wide = {100, 33, 0, 190, 220, 256, 1, 130};
   static const std::vector<GroupedGemmCase> test = {
       {"no groups", {}, 8, 16},
       {"no rows", {0, 0}, 8, 16},
@@ -57,6 +59,9 @@ inline std::span<const GroupedGemmCase> grouped_gemm_cases(CaseSize size) {
        0,
        432},
       {"bf16, tiles of 64 to 192 rows", {100, 60, 33, 0, 128, 450, 1}, 136, 208, bf16, bf16, f32},
+      {"fp8, tiles of up to 256 rows", wide, 1544, 144, fp8, fp8, bf16},
+      {"fp8 blocks, tiles of up to 256 rows", wide, 1544, 144, fp8, fp8, f32, true},
+      {"bf16, tiles of up to 256 rows", wide, 1544, 72},
       {"fp8, Zipf", zipf, 136, 272, fp8, fp8, bf16},
       {"fp8, half of the groups", half, 136, 272, fp8, fp8, f32},
       {"fp8, one of many groups", one, 136, 272, fp8, fp8, bf16},
