@@ -67,7 +67,7 @@ def build_extension(target):
     if not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists():
         missing = f"{sysconfig.get_path('include')}/Python.h is"
     if missing:
-        print(f"WITHOUT vivace/_call.abi3.so: {missing} missing; calls on torch's tensors take three times as long", file=sys.stderr)
+        print(f"WITHOUT vivace/_call.abi3.so: {missing} missing; calls on torch's tensors take about four times as long", file=sys.stderr)
         return False
     subprocess.run(command, check=True)
     return True

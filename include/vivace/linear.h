@@ -43,7 +43,8 @@ struct LinearArgs {
 ///          q8_0, q4_k, q6_k), each part its own; bias f32, bf16 or f16; workspace u8. The CPU rows take x f32, or fp8
 ///          x with fp8 weights, and y f32; the GPU rows x and weight both bf16 or both fp8.
 /// Scales   fp8 values mean stored * scale. Blocks of weight scales go with x_scaling block, one scale with tensor or
-///          token. Products of a block of 128 are summed in fp32, then scaled.
+///          token. Products of a block of 128 are summed, then scaled: in fp32, by sm90.split (without batch_invariant) with
+///          13 bits below the largest of them.
 /// Exact    `exact` or plain weights: fp32 arithmetic on the weights' exact values. Otherwise, for block
 ///          formats, x is rounded in groups of 32 along k to multiples of d = max|x| / 127 (q4_*) or
 ///          max|x| / 16383 (q8_0, q6_k), and the products of a group are summed exactly. A group with a NaN

@@ -1,5 +1,6 @@
 #include "src/ops/fused_moe/cases.h"
 #include "src/ops/fused_moe/table.h"
+#include "src/ops/gemm/sm90_wide_plan.h"
 #include "src/ops/linear/block_formats.h"
 #include "tests/large.h"
 #include "tests/ops/op_test.h"
@@ -394,6 +395,63 @@ TEST(FusedMoe, H07_large_MoreThanTwoToThe31Elements) {
   EXPECT_FALSE(std::isnan(y[0]));
 }
 
+// Long products of many rows, which have tiles of their own on Hopper: rows of x where they are, and in order. In float64 they would
+// take minutes; their bits are those of low tiles.
+constexpr FusedMoeCase kThreeWarpGroups{
+    "fp8, three warp groups", 2500, 1024, 192, 45, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
+    DType::fp8_e4m3};
+constexpr FusedMoeCase kThreeWarpGroupsInOrder{"fp8, rows in order, three warp groups",
+                                               550,
+                                               1024,
+                                               776,
+                                               11,
+                                               2,
+                                               DType::fp8_e4m3,
+                                               MoeRouting::any,
+                                               0,
+                                               false,
+                                               0,
+                                               DType::fp8_e4m3};
+constexpr FusedMoeCase of_bf16(FusedMoeCase c) {
+  c.name = "bf16, three warp groups";
+  c.hidden /= 2;
+  c.weight = c.x = DType::bf16;
+  return c;
+}
+
+/// The tile that a case's gate and up have on a GPU of 132 SMs.
+gemm::WidePlan wide_plan_of(const FusedMoeCase& c) {
+  return gemm::wide_plan({.type = c.x,
+                          .block_scales = c.blocks,
+                          .gated = true,
+                          .rows = c.tokens * c.top_k,
+                          .n = c.intermediate,
+                          .k = c.hidden,
+                          .groups = c.experts},
+                         132);
+}
+TEST(FusedMoe, CasesReachEveryTileOfHopper) {
+  using Plan = gemm::WidePlan;
+  for (const FusedMoeCase& c : {kThreeWarpGroups, kThreeWarpGroupsInOrder}) {
+    EXPECT_EQ(wide_plan_of(c), (Plan{3, 192})) << c.name;
+    EXPECT_EQ(wide_plan_of(of_bf16(c)), (Plan{3, 192})) << c.name;
+  }
+  const auto count = [](DType x, bool blocks, const Plan& plan) {
+    return std::ranges::count_if(fused_moe_cases(CaseSize::test), [&](const FusedMoeCase& c) {
+      return c.x == x && c.blocks == blocks && c.experts > 0 && c.tokens * c.top_k > 0 &&
+             wide_plan_of(c) == plan;
+    });
+  };
+  for (const DType x : {DType::bf16, DType::fp8_e4m3}) {
+    for (const bool blocks : {false, true}) {
+      if (blocks && x == DType::bf16) continue;
+      EXPECT_GT(count(x, blocks, {2, 64}), 0);
+      EXPECT_GT(count(x, blocks, {3, 64}), 0) << name_of(x) << blocks;
+      EXPECT_GT(count(x, blocks, blocks ? Plan{2, 192} : Plan{2, 256}), 0);
+    }
+  }
+}
+
 // A token's bits, alone and among others: other rows of a tile, and tiles of other sizes.
 TEST(FusedMoe, EveryRowGivesATokenTheSameBitsInAnyCompany) {
   for (const FusedMoeCase& c :
@@ -405,7 +463,9 @@ TEST(FusedMoe, EveryRowGivesATokenTheSameBitsInAnyCompany) {
         FusedMoeCase{"fp8 blocks, decode", 64, 272, 192, 16, 2, DType::fp8_e4m3, MoeRouting::any, 48, false,
                      0, DType::fp8_e4m3, true, 64},
         FusedMoeCase{"fp8 blocks", 300, 272, 192, 3, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 0,
-                     DType::fp8_e4m3, true, 64}}) {
+                     DType::fp8_e4m3, true, 64},
+        kThreeWarpGroups, kThreeWarpGroupsInOrder, of_bf16(kThreeWarpGroups),
+        of_bf16(kThreeWarpGroupsInOrder)}) {
     SCOPED_TRACE(c.name);
     const FusedMoeProblem shapes(c, 8);
     for (const Stream& stream : test_streams()) {

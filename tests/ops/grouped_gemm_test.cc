@@ -1,3 +1,4 @@
+#include "src/ops/gemm/sm90_wide_plan.h"
 #include "src/ops/grouped_gemm/cases.h"
 #include "src/ops/grouped_gemm/table.h"
 #include "tests/ops/op_test.h"
@@ -92,6 +93,23 @@ TEST(GroupedGemm, HandWorked) {
   EXPECT_EQ(y[1], 7);
 }
 
+// With a long k these have tiles of their own on Hopper; in float64 they would take minutes.
+const std::vector<int32_t> kManyRows = {130, 133, 0, 190, 220, 256, 1, 100};
+
+TEST(GroupedGemm, LongProductsOfManyRowsHaveThreeWarpGroups) {
+  for (const DType x : {DType::fp8_e4m3, DType::bf16}) {
+    const gemm::Problem long_k{
+        .type = x, .rows = 1030, .n = 2056, .k = x == DType::bf16 ? 520 : 1040, .groups = 8};
+    EXPECT_EQ(gemm::wide_plan(long_k, 132), (gemm::WidePlan{3, 192}));
+    gemm::Problem short_k = long_k;
+    short_k.k = 256;
+    EXPECT_EQ(gemm::wide_plan(short_k, 132), (gemm::WidePlan{2, 256}));
+    gemm::Problem mostly_elsewhere = long_k;  // places for rows that no group here takes
+    mostly_elsewhere.rows_of_group = 20;
+    EXPECT_EQ(gemm::wide_plan(mostly_elsewhere, 132).rows, 64);
+  }
+}
+
 // Each row's bits, whatever its group's size and place: tiles of all sizes add in one order.
 TEST(GroupedGemm, ARowDoesNotDependOnTheOtherRows) {
   const DType bf16 = DType::bf16, fp8 = DType::fp8_e4m3, f32 = DType::f32;
@@ -99,7 +117,9 @@ TEST(GroupedGemm, ARowDoesNotDependOnTheOtherRows) {
        {GroupedGemmCase{"f32", {150, 60}, 41, 72, f32, bf16, f32},
         GroupedGemmCase{"bf16", {900, 500}, 1160, 264},
         GroupedGemmCase{"fp8", {200, 90}, 72, 272, fp8, fp8, f32},
-        GroupedGemmCase{"fp8 blocks", {900, 500}, 1160, 272, fp8, fp8, f32, true}}) {
+        GroupedGemmCase{"fp8 blocks", {900, 500}, 1160, 272, fp8, fp8, f32, true},
+        GroupedGemmCase{"fp8, three warp groups", kManyRows, 2056, 1040, fp8, fp8, f32},
+        GroupedGemmCase{"bf16, three warp groups", kManyRows, 2056, 520}}) {
     SCOPED_TRACE(c.name);
     const GroupedGemmProblem shapes(c, 2);
     for (const Stream& stream : test_streams()) {
@@ -110,9 +130,9 @@ TEST(GroupedGemm, ARowDoesNotDependOnTheOtherRows) {
         ASSERT_OK(row.run(all.args, stream));
         for (const int32_t count : {1, 20, 100}) {
           few.y.poison();
+          std::fill_n(few.group_rows.as<int32_t>(), few.args.group_rows.shape[0], 0);
           few.group_start.as<int32_t>()[0] = 11;
           few.group_rows.as<int32_t>()[0] = count;
-          few.group_rows.as<int32_t>()[1] = 0;
           // The rows of x that a group may have decide the tile.
           GroupedGemmArgs args = few.args;
           args.x = few.args.x.rows(0, 11 + count);

@@ -469,13 +469,25 @@ TEST(Linear, DecodeStepsOnHopperAreOneLaunch) {
   };
   for (const DType type : {DType::bf16, DType::fp8_e4m3}) {
     SCOPED_TRACE(name_of(type));
+    const std::string_view library = type == DType::bf16 ? "cuda.cublaslt" : "cuda.cublaslt.fp8";
     EXPECT_EQ(chosen(without_memory(type, 32), 1), "sm90.split");
     EXPECT_EQ(chosen(without_memory(type, 96), 3), "sm90.split");
-    EXPECT_EQ(chosen(without_memory(type, 128), 1).starts_with("cuda.cublaslt"), cublaslt_found());
-    LinearArgs invariant = without_memory(type, 1);
-    invariant.batch_invariant = true;
-    EXPECT_EQ(chosen(invariant, 1), "cuda.mma");
+    EXPECT_EQ(chosen(without_memory(type, 33), 1), cublaslt_found() ? library : "sm90.split.128");
+    EXPECT_EQ(chosen(without_memory(type, 97), 3), cublaslt_found() ? library : "sm90.split.128");
+    EXPECT_EQ(chosen(without_memory(type, 129), 3), cublaslt_found() ? library : "cuda.mma");
+    LinearArgs args = without_memory(type, 1);
+    args.batch_invariant = true;
+    EXPECT_EQ(chosen(args, 1), "cuda.mma");
+    args = without_memory(type, 1);
+    args.parts[0].weight.shape[0] = args.parts[0].y.shape[1] = 64 * 65536;
+    EXPECT_EQ(chosen(args, 1), cublaslt_found() ? library : "cuda.mma");
   }
+  LinearArgs blocks = without_memory(DType::fp8_e4m3, 128);
+  blocks.x_scaling = Fp8Scaling::block;
+  EXPECT_EQ(chosen(blocks, 1), "sm90.split.128");
+  blocks = without_memory(DType::fp8_e4m3, 129);
+  blocks.x_scaling = Fp8Scaling::block;
+  EXPECT_EQ(chosen(blocks, 1), "cuda.mma");
 }
 
 TEST(Linear, ACallWithoutAlgorithmIsTheNextRowsOrAnError) {
@@ -501,7 +513,10 @@ TEST(Linear, WhatTheLibraryFailsAtIsNoRow) {
   const LinearArgs args = without_memory(DType::bf16, 64);
   const Choice choice = linear_explain(args, Stream{.device = Device::cuda, .compute_capability = 90});
   EXPECT_EQ(choice.row, "");
-  EXPECT_NE(reason_of(choice.refused, "cuda.cublaslt").find("cuBLASLt: a handle failed"), std::string::npos);
+  ASSERT_EQ(choice.refused.size(), 1u);
+  EXPECT_EQ(choice.refused[0].row, "cuda.cublaslt");
+  EXPECT_NE(choice.refused[0].reason.find("cuBLASLt: a handle failed"), std::string::npos)
+      << choice.refused[0].reason;
   // Of a GPU that is not here nobody is asked.
   EXPECT_EQ(linear_explain(args, Stream{.device = Device::cuda, .ordinal = -1, .compute_capability = 90}).row,
             "cuda.cublaslt");

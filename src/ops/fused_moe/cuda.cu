@@ -5,7 +5,8 @@
 //   flops  6 k I H                         a decode step is bound by the weights, a prompt by the tensor cores
 //
 // Launches for a block of tokens: an index (a row per pair of token and choice, sorted by expert, stable in tokens); gate
-// and up with SwiGLU in the epilogue, reading the token's row of x in place; for blocks of scales a requantisation; down;
+// and up with SwiGLU in the epilogue, reading the token's row of x in place, or from a copy in the order of rows that a launch of its
+// own makes where tiles of sm90.wide read it often; for blocks of scales a requantisation; down;
 // and the sum of a token's rows in order of choice. The shared expert is one more group of its own. Every pair keeps its
 // row until the sum, so neither the order of experts nor the tile changes a bit.
 
@@ -39,8 +40,8 @@ struct IndexParams {
 /// The sum of `v` over the block, and of the threads before this one in `before`. Two barriers.
 template <int kIndexThreads>
 __device__ __forceinline__ int block_sum(int v, int& before) {
-  constexpr int kWarps = kIndexThreads / 32;
-  __shared__ int of_warp[kWarps];
+  constexpr int kIndexWarps = kIndexThreads / 32;
+  __shared__ int of_warp[kIndexWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int inclusive = v;
 #pragma unroll
@@ -53,7 +54,7 @@ __device__ __forceinline__ int block_sum(int v, int& before) {
   int all = 0;
   before = inclusive - v;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
+  for (int w = 0; w < kIndexWarps; ++w) {
     if (w < warp) before += of_warp[w];
     all += of_warp[w];
   }
@@ -266,7 +267,7 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
   // product.
   constexpr int64_t kManyRows = 64, kManyColumns = 512;
   if (product == gemm::run_sm90 && gemm::sm90_can(up) && up.a_index != nullptr &&
-      up.rows > kManyRows * up.groups && up.n >= kManyColumns) {
+      gemm::alike_rows(up) > kManyRows && up.n >= kManyColumns) {
     const int64_t row_bytes = hidden * info_of(x.dtype).block_bytes;
     GatherParams gather;
     gather.x = x.as<const uint8_t>();
@@ -343,13 +344,13 @@ Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t 
     index.token_of_row = s.token_of_row;
     index.row_of_slot = s.row_of_slot;
     // A round of a block's threads over the ids takes a memory latency.
-    constexpr int kFewThreads = 256, kManyThreads = 1024, kManySlots = 2 * kFewThreads * kSlotsOfThread;
+    constexpr int kManyThreads = 1024, kManySlots = 2 * kThreads * kSlotsOfThread;
     const bool many = index.slots >= kManySlots, dense = index.ids_stride == top_k;
     const LaunchShape shape{.grid = dim3(static_cast<unsigned>(experts)),
-                            .block = dim3(many ? kManyThreads : kFewThreads),
+                            .block = dim3(many ? kManyThreads : kThreads),
                             .overlap_previous = true};
-    const auto kernel = dense ? (many ? index_kernel<true, kManyThreads> : index_kernel<true, kFewThreads>)
-                              : (many ? index_kernel<false, kManyThreads> : index_kernel<false, kFewThreads>);
+    const auto kernel = dense ? (many ? index_kernel<true, kManyThreads> : index_kernel<true, kThreads>)
+                              : (many ? index_kernel<false, kManyThreads> : index_kernel<false, kThreads>);
     VIVACE_TRY(launch("fused_moe index", kernel, shape, stream, index));
     gemm::Problem groups;
     groups.a_index = s.token_of_row;
@@ -357,6 +358,7 @@ Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t 
     groups.group_start = s.start;
     groups.group_rows = s.rows;
     groups.groups = experts;
+    groups.rows_of_group = (tokens * top_k + total_experts(args) - 1) / total_experts(args);
     VIVACE_TRY(run_experts(product, args, x, x_scale, routed_matrices(args), s.routed, groups, stream));
   }
   if (shared) {

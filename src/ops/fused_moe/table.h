@@ -213,7 +213,7 @@ inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
      "experts",
      fused_moe_gpu_workspace_bytes},
     {"sm90.wide", Device::cuda, kFusedMoeSm90WideNeeds, fused_moe_sm90_wide,
-     "tokens sorted by expert on the device, grouped products of warp groups, x read in place",
+     "tokens sorted by expert on the device, grouped products of warp groups, x read in place or put in order",
      fused_moe_gpu_workspace_bytes},
     {"cuda.grouped", Device::cuda, kFusedMoeCudaNeeds, fused_moe_cuda,
      "tokens sorted by expert on the device, grouped tensor-core products, x read in place",

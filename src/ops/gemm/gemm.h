@@ -36,11 +36,14 @@ struct Problem {
   const int32_t* group_start = nullptr;  ///< null: one group of all rows
   const int32_t* group_rows = nullptr;
   int64_t groups = 1;
+  int64_t rows_of_group =
+      0;  ///< to expect, where `rows` has places that no group takes; 0: alike in all groups
 
   const float* a_scale =
       nullptr;  ///< fp8 alone, as those of B; element row · stride + group · group stride (+ block)
   int64_t a_scale_stride = 0, a_scale_group_stride = 0;
-  const int32_t* a_scale_index = nullptr;  ///< where sm90_can(), without a_index: row of the scales of blocks for row r
+  const int32_t* a_scale_index =
+      nullptr;  ///< where sm90_can(), without a_index: row of the scales of blocks for row r
   const float* b_scale = nullptr;  ///< element group · group stride (+ block of n · stride + block of k)
   const float* b_up_scale = nullptr;
   int64_t b_scale_stride = 0, b_scale_group_stride = 0;
@@ -55,6 +58,11 @@ struct Problem {
   const void* bias = nullptr;  ///< [n]; not with `gated`
   DType bias_type = DType::none;
 };
+
+/// Rows of a group if all are alike, rounded up. There are groups and rows.
+constexpr int64_t alike_rows(const Problem& p) {
+  return p.rows_of_group > 0 ? p.rows_of_group : (p.rows + p.groups - 1) / p.groups;
+}
 
 /// Enqueues the product. The grid depends on shapes alone.
 Status run(std::string_view name, const Problem& problem, const Stream& stream);

@@ -9,7 +9,7 @@
 // 128 (128 + rows) bytes for 4 rows cycles of the tensor cores.
 //
 // Rows of B are the rows of a product and rows of A its columns, of which a tile has as many as its group needs, in steps of
-// 32 up to 256: dozens of rows waste little, and B is read once. A CTA stays and takes every gridDim-th tile. One warp group fills a
+// 32 up to 256: dozens of rows waste little, and B is read once while tiles are as many as CTAs. A CTA stays and takes every gridDim-th tile. One warp group fills a
 // ring of stages: B by tensor copies, A as well where its rows lie in order, else by copies of 16 bytes. Two or three warp groups multiply
 // 64 rows of B each. Tensor cores add fp8 products with 13 bits, so sums of a stage, which is a block of scales, are added up in fp32.
 //
@@ -25,6 +25,7 @@
 #include "src/device/tensor_map.h"
 #include "src/device/wgmma.h"
 #include "src/ops/gemm/sm90_wide.h"
+#include "src/ops/gemm/sm90_wide_plan.h"
 #include "src/ops/gemm/tile.h"
 
 namespace vivace::gemm {
@@ -699,7 +700,8 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   }
 }
 
-/// B as boxes of a stage: 128 bytes of k of 128 rows, or of 64 rows each of gate and up, in turns of 8. A as rows of 128 bytes.
+/// B as boxes of a stage: 128 bytes of k of a tile's rows, if gated of half as many of gate and up each, in turns of 8. A as rows of
+/// 128 bytes.
 template <class T, class E>
 Status make_maps(const Problem& p, WideMaps& maps) {
   constexpr auto kSize = static_cast<int64_t>(sizeof(E));
@@ -750,33 +752,18 @@ Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int
                 up_first);
 }
 
-/// What all rounds of tiles bring to an SM, in rows of B and of A, if groups are alike. Products have 32 rows of A or more of them.
-inline int64_t rows_of_rounds(const Problem& p, int64_t b_rows, int64_t a_rows, int sms) {
-  const auto parts = [](int64_t count, int64_t of) { return (count + of - 1) / of; };
-  const int64_t rows = parts(p.rows, p.groups), blocks = parts(rows, a_rows);
-  const int64_t tiles = p.groups * blocks * parts((p.gated ? 2 : 1) * p.n, b_rows);
-  return parts(tiles, sms) * (b_rows + 32 * parts(rows, 32 * blocks));
-}
-
-/// Bits are the same for all.
 template <class E, bool kBlockScales, bool kGated, bool kGather>
 Status run_any_wide_tile(std::string_view name, const Problem& p, const Stream& stream, int sms) {
-  // Three warp groups have fewer registers each, which has to pay.
-  const auto three_pay = [&](int64_t a_rows_of_three, int64_t a_rows) {
-    return 10 * rows_of_rounds(p, 192, a_rows_of_three, sms) < 9 * rows_of_rounds(p, 128, a_rows, sms);
+  const WidePlan plan = wide_plan(p, sms);
+  const auto run = [&]<int kGroups, int kRows>() {
+    return run_wide_tile<E, kBlockScales, kGated, kGather, kGroups, kRows>(name, p, stream, sms);
   };
-  // Low tiles leave room for more stages, which is what dozens of rows need.
-  if (p.rows <= 48 * p.groups) {
-    return three_pay(64, 64) ? run_wide_tile<E, kBlockScales, kGated, kGather, 3, 64>(name, p, stream, sms)
-                             : run_wide_tile<E, kBlockScales, kGated, kGather, 2, 64>(name, p, stream, sms);
-  }
+  if (plan == WidePlan{3, 64}) return run.template operator()<3, 64>();
+  if (plan == WidePlan{2, 64}) return run.template operator()<2, 64>();
   if constexpr (kBlockScales) {
-    return run_wide_tile<E, kBlockScales, kGated, kGather, 2, 192>(name, p, stream, sms);
+    return run.template operator()<2, 192>();
   } else {
-    constexpr int64_t kLongBytes = 1024;  // of k: of a shorter one stores are what counts
-    return p.k * static_cast<int64_t>(sizeof(E)) >= kLongBytes && three_pay(192, 256)
-               ? run_wide_tile<E, kBlockScales, kGated, kGather, 3, 192>(name, p, stream, sms)
-               : run_wide_tile<E, kBlockScales, kGated, kGather, 2, 256>(name, p, stream, sms);
+    return plan == WidePlan{3, 192} ? run.template operator()<3, 192>() : run.template operator()<2, 256>();
   }
 }
 

@@ -61,7 +61,7 @@ inline constexpr Need kGroupedGemmSm90Needs[] = {
 inline constexpr Row<GroupedGemmArgs> kGroupedGemmRows[] = {
 #if VIVACE_CUDA
     {"sm90.wide", Device::cuda, kGroupedGemmSm90Needs, grouped_gemm_sm90,
-     "warp groups multiply 128 rows of weights by up to 192 rows of x; tiles as high as a group needs"},
+     "warp groups multiply 128 or 192 rows of weights by up to 256 rows of x; tiles as high as a group needs"},
     {"cuda.grouped", Device::cuda, kGroupedGemmCudaNeeds, grouped_gemm_cuda,
      "tensor cores; the group of a tile is searched on the device"},
 #endif

@@ -89,6 +89,8 @@ inline constexpr LinearCase kLinearTestCases[] = {
     {"bf16 x, 33 tokens, 161 tiles", 33, 136, {{DType::bf16, 10250, DType::bf16}}, false, true, DType::bf16, DType::bf16},
     {"bf16 x, qkv of 17 tokens, k past the stages", 17, 9000, {{DType::bf16, 70}, {DType::bf16, 8}, {DType::bf16, 33, DType::f32}},
      false, true, DType::bf16, DType::bf16},
+    {"bf16 x, a part without outputs", 9, 264, {{DType::bf16, 40}, {DType::bf16, 0}, {DType::bf16, 23}}, false, false,
+     DType::bf16, DType::bf16},
     {"bf16 x, 128 tokens", 128, 4104, {{DType::bf16, 100}}, false, false, DType::bf16, DType::f32},
     {"fp8, blocks, large tiles", 129, 144, {{DType::fp8_e4m3, 6280}}, false, false, DType::fp8_e4m3, DType::bf16,
      Fp8Scaling::block},

@@ -28,12 +28,13 @@ int parts_of(const LinearArgs& args) {
 
 Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
   const bool fp8 = args.x.dtype == DType::fp8_e4m3;
-  int64_t in_block_formats = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
+  int64_t outputs = 0, in_block_formats = 0, other_type = 0, not_f32 = 0, other_bias = 0, odd_n = 0;
   int64_t weight_alignment = alignment_of(args.parts[0].weight), y_alignment = alignment_of(args.parts[0].y);
   int64_t scale_alignment = alignment_of(args.x_scale);
   const int64_t parts = std::max(parts_of(args), 1);
   for (int p = 0; p < parts_of(args); ++p) {
     const LinearPart& part = args.parts[p];
+    outputs += part.weight.shape[0];
     in_block_formats += is_block_format(part.weight.dtype);
     other_type += part.weight.dtype != args.x.dtype;
     not_f32 += part.y.dtype != DType::f32;
@@ -48,6 +49,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
       .add("tokens_per_part", (args.x.shape[0] + parts - 1) / parts)
       .add("k", args.x.shape[1])
       .add("n", args.parts[0].weight.shape[0])
+      .add("outputs", outputs)
       .add("weight", args.parts[0].weight.dtype)
       .add("x", args.x.dtype)
       .add("x_scaling", fp8 ? static_cast<int64_t>(args.x_scaling) : 0)

@@ -1,4 +1,4 @@
-// y_p = x · weight_pᵀ (+ bias_p) of tens of tokens        compute capability 9.0
+// y_p = x · weight_pᵀ (+ bias_p) of tens of tokens        compute capability 9.0a
 //
 // Two numbers for m tokens, n outputs of all parts, inner size k
 //   bytes  n k + m k + m n   elements; the weights' need not wait for the kernel before
@@ -36,11 +36,10 @@ constexpr int kMaxCtas = 8;                       // of a cluster
 template <int kTokens>
 struct Split {
   static constexpr int kStageBytes = (kOutputs + kTokens) * kLine;
-  static constexpr int kStages = kTokens <= 32   ? 8
-                                 : kTokens <= 64 ? 5
-                                                 : 3;  // that leave room for a second CTA
-  static constexpr int kRow =
-      kTokens + 4;  // floats from one row of handed sums to the next: their readers' banks differ
+  // That leave room for a second CTA.
+  static constexpr int kStages = kTokens <= 32 ? 8 : kTokens <= 64 ? 5 : 3;
+  // Floats from one row of handed sums to the next: their readers' banks differ.
+  static constexpr int kRow = kTokens + 4;
   static constexpr int kHandedBytes = kOutputs * kRow * static_cast<int>(sizeof(float));
 };
 
@@ -50,8 +49,8 @@ __global__ __launch_bounds__(kThreads, 2) void split_kernel(const __grid_constan
   constexpr int kSums = kTokens / 2;  // of a thread
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barrier handed_over;
-  __shared__ float scales[kBlockScales ? S::kStages : 1]
-                         [kTokens + 1];  // of a stage: the tokens', the weight's
+  // Of a stage: the tokens', the weight's.
+  __shared__ float scales[kBlockScales ? S::kStages : 1][kTokens + 1];
   float* const handed = reinterpret_cast<float*>(shared);
   uint8_t* const stages = shared + (S::kHandedBytes + 1023) / 1024 * 1024;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -199,12 +198,12 @@ __global__ __launch_bounds__(kThreads, 2) void split_kernel(const __grid_constan
   }
 }
 
-/// CTAs that share k: as many as fill the SMs of the GPUs this is for, if each has a line.
+/// CTAs that share k, if each has a line: a power of two. More in all than one and a half an SM of the GPUs this is for cost more by
+/// handing over than they bring.
 int ctas_of(const PartsOnGpu& p) {
-  constexpr unsigned kEnoughCtas =
-      208;  // more per SM of the GPUs this is for do not pay for their handing over
+  constexpr unsigned kMostInAll = 208;
   const auto lines = static_cast<unsigned>((p.k_bytes + kLine - 1) / kLine);
-  const unsigned wanted = kEnoughCtas / static_cast<unsigned>(std::max(p.tiles, 1));
+  const unsigned wanted = kMostInAll / static_cast<unsigned>(std::max(p.tiles, 1));
   return static_cast<int>(std::bit_floor(std::clamp(std::min(wanted, lines), 1u, unsigned{kMaxCtas})));
 }
 

@@ -24,7 +24,7 @@ Status linear_by_plans(const LinearArgs& args, const LinearPlans& plans, const S
 Status linear_cuda_mma(const LinearArgs& args, const Stream& stream);
 Status linear_sm90_split(const LinearArgs& args, const Stream& stream);
 
-/// tokens, also divided by the parts and rounded up, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: how many have a block
+/// tokens, also divided by the parts and rounded up, k, n and weight of part 0, x, exact and batch_invariant (0 or 1); over all parts: outputs, how many have a block
 /// format, another type than x, a y that is not f32, a bias that cuBLASLt does not add, an n that is no multiple of 16;
 /// and whether cuBLASLt was found (a call on a GPU looks) and has an algorithm, which linear() asks on a device.
 Facts linear_facts(const LinearArgs& args);
@@ -50,12 +50,15 @@ inline constexpr Need kLinearMmaNeeds[] = {
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
 };
+/// Of all parts: tiles of 64, the last of a part not full, of which a grid has 65,535 at most.
+inline constexpr int64_t kMostSplitOutputs = 64 * (65535 - LinearArgs::kMaxParts);
 // The order of sums is its own. Other rows launch a kernel for each part, this one none more.
 inline constexpr Need kLinearSm90SplitNeeds[] = {
     {"compute_capability", Need::equals, 90},
     {"batch_invariant", Need::equals, 0},
     {"tokens_per_part", Need::at_most, 32},
     {"tokens", Need::at_most, 128},
+    {"outputs", Need::at_most, kMostSplitOutputs},
     {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
     {"parts_of_other_type", Need::equals, 0},
     {"k_bytes", Need::at_most, 1 << 30},
@@ -67,6 +70,7 @@ inline constexpr Need kLinearSm90Split128Needs[] = {
     {"compute_capability", Need::equals, 90},
     {"batch_invariant", Need::equals, 0},
     {"tokens", Need::at_most, 128},
+    {"outputs", Need::at_most, kMostSplitOutputs},
     {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
     {"parts_of_other_type", Need::equals, 0},
     {"k_bytes", Need::at_most, 1 << 30},

@@ -1,0 +1,39 @@
+#pragma once
+
+// Which tile a product has in sm90.wide. Plain arithmetic: tests need no GPU for it.
+
+#include <cstdint>
+
+#include "src/ops/gemm/gemm.h"
+
+namespace vivace::gemm {
+
+/// Warp groups that multiply 64 rows of B each (of gate and up together if gated), and rows of A at most.
+struct WidePlan {
+  int warp_groups, rows;
+  bool operator==(const WidePlan&) const = default;
+};
+
+/// What all rounds of tiles bring to an SM, in rows of B and of A, if groups are alike. Products have 32 rows of A or more of them.
+constexpr int64_t rows_of_rounds(const Problem& p, const WidePlan& tile, int sms) {
+  const auto parts = [](int64_t count, int64_t of) { return (count + of - 1) / of; };
+  const int64_t b_rows = 64 * tile.warp_groups, rows = alike_rows(p), blocks = parts(rows, tile.rows);
+  const int64_t tiles = p.groups * blocks * parts((p.gated ? 2 : 1) * p.n, b_rows);
+  return parts(tiles, sms) * (b_rows + 32 * parts(rows, 32 * blocks));
+}
+
+/// Bits are the same for all. Groups have rows.
+constexpr WidePlan wide_plan(const Problem& p, int sms) {
+  // Three warp groups have fewer registers each, which has to pay.
+  const auto better = [&](const WidePlan& of_three, const WidePlan& of_two) {
+    return 10 * rows_of_rounds(p, of_three, sms) < 9 * rows_of_rounds(p, of_two, sms) ? of_three : of_two;
+  };
+  constexpr int64_t kFewRows = 48;  // low tiles leave room for more stages, which is what dozens of rows need
+  if (alike_rows(p) <= kFewRows) return better({3, 64}, {2, 64});
+  if (p.block_scales) return {2, 192};
+  constexpr int64_t kLongBytes = 1024;  // of k: of a shorter one stores are what counts
+  const int64_t k_bytes = p.k * (p.type == DType::bf16 ? 2 : 1);
+  return k_bytes >= kLongBytes ? better({3, 192}, {2, 256}) : WidePlan{2, 256};
+}
+
+}  // namespace vivace::gemm
