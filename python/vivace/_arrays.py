@@ -350,7 +350,7 @@ def _find(kind: type, array: Any) -> Framework:
     modules = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if "torch" in modules and issubclass(kind, sys.modules["torch"].Tensor):
         from . import torch_ops
-        FRAMEWORKS[kind] = torch_ops.TORCH
+        FRAMEWORKS.setdefault(kind, torch_ops.TORCH)  # which knows some itself
     elif any(base.__name__ == "MaskedArray" for base in kind.__mro__):
         raise TypeError(f"{AN_ARRAY} has a mask, which would be ignored, needs one without: numpy.ma.filled makes it")
     elif "numpy" in modules and issubclass(kind, sys.modules["numpy"].ndarray):

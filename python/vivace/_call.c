@@ -1,7 +1,7 @@
 /* Calls of operators on tensor objects of a library that has DLPack's C exchange, as torch has from 2.10 on: one call from Python takes them
  * apart, packs the arguments of vivace_OP (vivace/c_api.h) and runs it in the process's context. Built on Python's stable ABI, without
- * headers of torch, and told of vivace_OP and the exchange by their addresses. It is optional: what is not taken here is left to
- * _library.Entry.run. */
+ * headers of torch, and told of the library's functions and the exchange by their addresses. It is optional: what is not taken here is left
+ * to _library.Entry.run. */
 
 #define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
@@ -51,7 +51,8 @@ static int32_t dtype_of(const DlTensor* tensor) {
   }
 }
 
-/* --- the process's context: a vivace_context, and the object that keeps it --- */
+/* --- the process's context: a vivace_context, and the object that keeps it. There is one, and so one module of this in a process: a further
+ * interpreter, or a second import, does without --- */
 
 static vivace_context* context = NULL;
 static PyObject* context_owner = NULL; /* null: there is no context yet */
@@ -72,17 +73,36 @@ static PyObject* use(PyObject* module, PyObject* args) {
 
 enum { MOST_BYTES = 4096, MOST_TYPES = 4, NOT_HERE = -1 };
 
+typedef vivace_code (*Run)(const void* args, const vivace_stream* stream);
+typedef vivace_code (*WorkspaceBytes)(const void* args, const vivace_stream* stream, int64_t* bytes);
+
 typedef struct {
-  vivace_code (*run)(const void* args, const vivace_stream* stream);
+  Run run;
+  WorkspaceBytes workspace_bytes;
   const DlExchange* exchange;
   uint64_t args_bytes;
-  Py_ssize_t count, workspace; /* arguments, and which of them must be there; -1: none */
+  Py_ssize_t count, workspace; /* arguments, and which of them is a workspace; -1: none */
   char kinds[256];             /* of each: t, i or f */
+  PyObject* is_lazy;           /* is_lazy(tensor): whether its numbers are others than its memory's; null: never */
   Py_ssize_t type_count;
   PyTypeObject* types[MOST_TYPES];
 } Site;
 
 static const char* const SITE = "vivace._call.Site";
+
+/* Whether the numbers of `object` are those in its memory. Those of z.conj().imag are not, a view which torch negates when it reads it. Like
+ * all parts of complex numbers it has even strides, so that only such tensors are asked. */
+static int is_plain(const Site* site, PyObject* object, const vivace_tensor* tensor) {
+  if (site->is_lazy == NULL) return 1;
+  for (int i = 0; i < tensor->rank; ++i) {
+    if (tensor->shape[i] > 1 && tensor->stride[i] % 2 != 0) return 1;
+  }
+  PyObject* said = PyObject_CallFunctionObjArgs(site->is_lazy, object, NULL);
+  if (said == NULL) return 0;
+  const int plain = PyObject_IsTrue(said) == 0;
+  Py_DECREF(said);
+  return plain;
+}
 
 /* Whether `object` is such a tensor; `out` is what it is then. */
 static int take_apart(const Site* site, PyObject* object, vivace_tensor* out) {
@@ -99,13 +119,13 @@ static int take_apart(const Site* site, PyObject* object, vivace_tensor* out) {
   out->rank = tensor.ndim;
   out->device = cuda ? VIVACE_DEVICE_CUDA : VIVACE_DEVICE_CPU;
   out->ordinal = cuda ? tensor.device_id : 0;
-  int64_t dense = 1;
+  uint64_t dense = 1; /* beside an extent of 0 the others may be of any size */
   for (int i = tensor.ndim - 1; i >= 0; --i) {
     out->shape[i] = tensor.shape[i];
-    out->stride[i] = tensor.strides != NULL ? tensor.strides[i] : dense;
-    dense *= tensor.shape[i];
+    out->stride[i] = tensor.strides != NULL ? tensor.strides[i] : (int64_t)dense;
+    dense *= (uint64_t)tensor.shape[i];
   }
-  return out->dtype != 0;
+  return out->dtype != 0 && is_plain(site, object, out);
 }
 
 /* Whether `object` is a plain number that fits. */
@@ -123,7 +143,7 @@ static int pack_number(PyObject* object, char kind, void* out) {
   return PyErr_Occurred() == NULL;
 }
 
-/* Whether the values became `args`; `stream` is then that of the first tensor. */
+/* Whether the values became `args`; the place of `stream` is then that of the first tensor. This may run Python. */
 static int pack(const Site* site, PyObject* values, char* args, vivace_stream* stream) {
   memset(args, 0, site->args_bytes);
   memcpy(args, &site->args_bytes, sizeof(site->args_bytes));
@@ -138,16 +158,22 @@ static int pack(const Site* site, PyObject* values, char* args, vivace_stream* s
     }
     vivace_tensor* tensor = (vivace_tensor*)place;
     place += sizeof(*tensor);
-    if (value == Py_None && i != site->workspace) continue;
+    if (value == Py_None) continue;
     if (!take_apart(site, value, tensor)) return 0;
     if (first == NULL) first = tensor;
   }
   if (first == NULL) return 0;
   stream->device = first->device;
   stream->ordinal = first->ordinal;
-  stream->context = context;
   return first->device == VIVACE_DEVICE_CPU ||
          site->exchange->current_stream(DL_CUDA, first->ordinal, &stream->handle) == 0;
+}
+
+/* What vivace_OP returns; NOT_HERE where it needs a workspace that is not `given`, or does not say. */
+static vivace_code run(const Site* site, const void* args, const vivace_stream* stream, int given) {
+  int64_t needed = 0;
+  if (!given && (site->workspace_bytes(args, stream, &needed) != VIVACE_OK || needed != 0)) return NOT_HERE;
+  return site->run(args, stream);
 }
 
 /* site(values) -> code: NOT_HERE where the values are not all plain; else what vivace_OP returned. */
@@ -158,23 +184,29 @@ static PyObject* call(PyObject* capsule, PyObject* values) {
     PyErr_Format(PyExc_TypeError, "vivace._call: needs a tuple of %zd values", site->count);
     return NULL;
   }
+  if (context_owner == NULL) return PyLong_FromLong(NOT_HERE);
+  PyObject* owner = Py_NewRef(context_owner); /* another may come while this packs and runs */
   _Alignas(8) char args[MOST_BYTES];
-  vivace_stream stream = {0};
-  if (context_owner == NULL || !pack(site, values, args, &stream)) {
-    PyErr_Clear();
-    return PyLong_FromLong(NOT_HERE);
+  vivace_stream stream = {.context = context};
+  vivace_code code = NOT_HERE;
+  if (pack(site, values, args, &stream)) {
+    const int given = site->workspace < 0 || PyTuple_GetItem(values, site->workspace) != Py_None;
+    PyThreadState* state = PyEval_SaveThread();
+    code = run(site, args, &stream, given);
+    PyEval_RestoreThread(state);
   }
-  PyObject* owner = Py_NewRef(context_owner); /* another may come while this runs */
-  PyThreadState* state = PyEval_SaveThread();
-  const vivace_code code = site->run(args, &stream);
-  PyEval_RestoreThread(state);
   Py_DECREF(owner);
+  if (PyErr_Occurred() != NULL) { /* of a value that is not plain, or of something else */
+    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return NULL;
+    PyErr_Clear();
+  }
   return PyLong_FromLong(code);
 }
 
 static void free_site(PyObject* capsule) {
   Site* site = PyCapsule_GetPointer(capsule, SITE);
   for (Py_ssize_t i = 0; i < site->type_count; ++i) Py_DECREF(site->types[i]);
+  Py_XDECREF(site->is_lazy);
   PyMem_Free(site);
 }
 
@@ -187,26 +219,36 @@ static int fill_site(Site* site, const char* kinds, PyObject* types) {
     PyErr_SetString(PyExc_ValueError, "vivace._call: there are more arguments or types than any operator has");
     return 0;
   }
+  if (site->workspace >= site->count || (site->workspace >= 0 && site->workspace_bytes == NULL)) {
+    PyErr_SetString(PyExc_ValueError, "vivace._call: the workspace is no argument, or there is nothing that says how much it needs");
+    return 0;
+  }
   memcpy(site->kinds, kinds, (size_t)site->count);
   for (; site->type_count < type_count; ++site->type_count) {
-    site->types[site->type_count] = (PyTypeObject*)Py_NewRef(PyTuple_GetItem(types, site->type_count));
+    PyObject* type = PyTuple_GetItem(types, site->type_count);
+    if (!PyType_Check(type)) {
+      PyErr_SetString(PyExc_TypeError, "vivace._call: needs a tuple of types");
+      return 0;
+    }
+    site->types[site->type_count] = (PyTypeObject*)Py_NewRef(type);
   }
   return 1;
 }
 
 static PyMethodDef CALL = {"call", call, METH_O, NULL};
 
-/* make(run, exchange, kinds, workspace, types) -> site */
+/* make(run, workspace_bytes, exchange, kinds, workspace, types, is_lazy) -> site */
 static PyObject* make(PyObject* module, PyObject* args) {
-  unsigned long long run, exchange;
+  unsigned long long run, workspace_bytes, exchange;
   const char* kinds;
   Py_ssize_t workspace;
-  PyObject* types;
+  PyObject *types, *is_lazy;
   (void)module;
-  if (!PyArg_ParseTuple(args, "KKsnO!", &run, &exchange, &kinds, &workspace, &PyTuple_Type, &types)) return NULL;
+  if (!PyArg_ParseTuple(args, "KKKsnO!O", &run, &workspace_bytes, &exchange, &kinds, &workspace, &PyTuple_Type, &types, &is_lazy)) return NULL;
   Site* site = PyMem_Calloc(1, sizeof(Site));
   if (site == NULL) return PyErr_NoMemory();
-  site->run = (vivace_code (*)(const void*, const vivace_stream*))(uintptr_t)run;
+  site->run = (Run)(uintptr_t)run;
+  site->workspace_bytes = (WorkspaceBytes)(uintptr_t)workspace_bytes;
   site->exchange = (const DlExchange*)(uintptr_t)exchange;
   site->workspace = workspace;
   PyObject* capsule = PyCapsule_New(site, SITE, free_site);
@@ -214,13 +256,26 @@ static PyObject* make(PyObject* module, PyObject* args) {
     PyMem_Free(site);
     return NULL;
   }
+  site->is_lazy = is_lazy != Py_None ? Py_NewRef(is_lazy) : NULL;
   PyObject* made = fill_site(site, kinds, types) ? PyCFunction_New(&CALL, capsule) : NULL;
   Py_DECREF(capsule);
   return made;
 }
 
+static int load(PyObject* module) {
+  static int loaded = 0;
+  (void)module;
+  if (loaded) {
+    PyErr_SetString(PyExc_ImportError, "vivace._call: this process has loaded it already");
+    return -1;
+  }
+  loaded = 1;
+  return 0;
+}
+
 static PyMethodDef METHODS[] = {{"make", make, METH_VARARGS, NULL}, {"use", use, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "vivace._call", NULL, 0, METHODS, NULL, NULL, NULL, NULL};
+static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void*)load}, {0, NULL}};
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "vivace._call", NULL, 0, METHODS, SLOTS, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__call(void) {
   return PyModuleDef_Init(&MODULE);

@@ -16,7 +16,7 @@ from ._operators import OPERATORS, Operator
 
 try:
     from . import _call  # type: ignore[attr-defined]
-except ImportError:  # packed without Python's headers, or a Python without the stable ABI
+except ImportError:  # packed without Python's headers, a Python without the stable ABI, or this process has it in another module
     _call = None
 
 ABI_VERSION = 1
@@ -90,6 +90,9 @@ def _use(found: Context | None) -> None:
     _context = found
     if _call is not None:
         _call.use(found.handle if found is not None else 0, found)
+
+
+_use(None)  # where this module is loaded again, the extension has the context of the former
 
 
 def context() -> Context:
@@ -204,7 +207,7 @@ class Entry:
         self._run = self._function("")
         self._explain, self._cost = self._function("_explain"), self._function("_cost")
         self._workspace_bytes = self._function("_workspace_bytes") if operator.workspace is not None else None
-        # Runs the operator and returns the call's code, or -1 for values that are not plain and a workspace that is to be found.
+        # Runs the operator and returns the call's code, or -1 for values that are not plain and a workspace that is needed and not given.
         self.quick: Callable[[tuple], int] = lambda values: -1
 
     def _function(self, suffix: str) -> Any:
@@ -255,13 +258,15 @@ class Entry:
         framework = _arrays.framework_of(values[0])
         return self._parts(values, framework), stream_bytes(framework.place(values[0]))
 
-    def take_apart(self, exchange: int, types: tuple[type, ...]) -> None:
-        """From now on quick() takes tensor objects of these types, which DLPack's C exchange knows."""
+    def take_apart(self, exchange: int, types: tuple[type, ...], is_lazy: Callable[[Any], bool] | None = None) -> None:
+        """From now on quick() takes tensor objects of these types, which DLPack's C exchange knows. `is_lazy` is asked of those with even
+        strides, whether their numbers are others than those in memory: such are not taken.
+        """
         if _call is not None:
-            run = ctypes.cast(self._run, ctypes.c_void_p).value
+            run, workspace_bytes = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (self._run, self._workspace_bytes))
             kinds = "".join("t" if a.kind == "tensor" else "f" if a.kind == "float" else "i" for a in self.operator.arguments)
             workspace = -1 if self.operator.workspace is None else self.operator.workspace
-            self.quick = _call.make(run, exchange, kinds, workspace, types)
+            self.quick = _call.make(run, workspace_bytes, exchange, kinds, workspace, types, is_lazy)
 
     def run(self, values: tuple) -> None:
         """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""

@@ -13,11 +13,12 @@ from typing import Any, Callable, Mapping
 from . import _arrays
 from ._arrays import AN_ARRAY, DLPACK, DTYPES, FRAMEWORKS, NOTHING_BESIDE, Shape, framework_of, shape_of, shown
 
-REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
+REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, OverflowError, TypeError, ValueError)
 
 _MADE = ("out", "outs", "q", "expert_ids", "expert_weights", "zero_weight", "ids", "valid", "scale", "workspace")  # where not given
 _TUPLES = {"RouterWeight": "what vivace.prepare_router_weight returns", "ExpertWeights": "vivace.ExpertWeights(gate, up, down)",
            "DecodeScheduleParams": "what vivace.attention_decode_schedule_params returns"}
+_NUMBERS = {"RouterWeight": {"version": "int", "scaled": "bool"}}  # fields that Python reads itself
 _EXPERT_PARTS = ("gate", "up", "down", "gate_scale", "up_scale", "down_scale", "act_scale")
 _PLAIN: dict[str, tuple[Callable[[Any], Any], str]] = {"bool": (int, "True or False"), "int": (operator.index, "a whole number"),
                                                        "float": (float, "a number"), "str": (str.__len__, "text")}
@@ -98,6 +99,9 @@ def _wrong(what: str, annotation: str, value: Any, running: bool) -> Exception |
         terms = fields.get("terms", ())
         items = [(f"{what}.terms[{i}]", term) for i, term in enumerate(terms)]
         items += [(f"{what}.{name}", item) for name, item in fields.items() if kind == "ExpertWeights" and item is not None]
+        for name, said in _NUMBERS.get(kind, {}).items():
+            if (wrong := _wrong(f"{what}.{name}", said, getattr(value, name), running)) is not None:
+                return wrong
     elif kind in _PLAIN:
         convert, needs = _PLAIN[kind]
         try:

@@ -36,6 +36,9 @@ def _describe(tensor: torch.Tensor) -> bytes:
     except LookupError:
         raise ValueError(f"{_arrays.AN_ARRAY} is {tensor.dtype} {tuple(shape)}, needs at most {_arrays.MAX_RANK} dimensions and one of "
                          f"{', '.join(map(str, _CODES))}") from None
+    if tensor.is_neg():
+        raise ValueError(f"{_arrays.AN_ARRAY} is a view that torch negates when it reads it, needs its numbers in memory: resolve_neg() makes a "
+                         "copy that has them")
     if tensor.is_cuda:
         return pack(tensor.data_ptr(), code, rank, _CUDA, tensor.get_device(), *shape, *tensor.stride())
     if tensor.is_cpu:
@@ -87,7 +90,7 @@ _arrays.traced = torch.compiler.is_compiling
 EXCHANGE = _exchange()
 if EXCHANGE:
     for _entry in _library.ENTRIES.values():
-        _entry.take_apart(EXCHANGE, _PLAIN)
+        _entry.take_apart(EXCHANGE, _PLAIN, torch.Tensor.is_neg)
 
 _LIBRARY = torch_library.Library("vivace", "DEF")
 

@@ -2,6 +2,13 @@
 
 import ctypes
 import gc
+import importlib.util
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
 import unittest
 import weakref
 
@@ -12,6 +19,9 @@ import vivace  # noqa: E402
 from vivace import _arrays, _call, _library  # noqa: E402
 
 F32, DOUBLE = (2, 32, 1), (2, 64, 1)
+TYPES = {F32: "f32", (2, 16, 1): "f16", (4, 16, 1): "bf16", (10, 8, 1): "fp8_e4m3", (1, 8, 1): "u8", (6, 8, 1): "u8", (0, 32, 1): "i32", (0, 64, 1): "i64"}
+RUN = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+WORKSPACE_BYTES = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64))
 TAKE_APART = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_arrays._DLTensor))
 STREAM_OF = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 
@@ -24,9 +34,10 @@ class Exchange(ctypes.Structure):
 class Tensor:
     """Numbers of a type in rows; `first` of them are skipped."""
 
-    def __init__(self, numbers, shape, kind=F32, device=1, first=0):
+    def __init__(self, numbers, shape, kind=F32, device=1, first=0, ordinal=0, strides=None):
         self.memory, self.shape, self.first = (ctypes.c_float * len(numbers))(*numbers), (ctypes.c_int64 * len(shape))(*shape), first
-        self.kind, self.device = kind, device
+        self.kind, self.device, self.ordinal = kind, device, ordinal
+        self.strides = (ctypes.c_int64 * len(shape))(*strides) if strides is not None else None
 
 
 class Other(Tensor):
@@ -37,17 +48,34 @@ class Other(Tensor):
 def take_apart(tensor, out):
     if tensor.device == 0:
         return -1
-    out[0] = _arrays._DLTensor(ctypes.addressof(tensor.memory), tensor.device, 0, len(tensor.shape), *tensor.kind, tensor.shape, None, 4 * tensor.first)
+    out[0] = _arrays._DLTensor(ctypes.addressof(tensor.memory), tensor.device, tensor.ordinal, len(tensor.shape), *tensor.kind, tensor.shape,
+                               tensor.strides, 4 * tensor.first)
     return 0
 
 
-EXCHANGE = Exchange(1, 3, None, (None, None, None), take_apart, STREAM_OF(lambda kind, ordinal, out: -1))
+def described(tensor):
+    """What take_apart says of it, as a vivace_tensor."""
+    strides = tensor.strides if tensor.strides is not None else [1] * len(tensor.shape)  # those of one extent
+    cuda = tensor.device in (2, 13)
+    return _arrays.pack(ctypes.addressof(tensor.memory) + 4 * tensor.first, _arrays.DTYPES[TYPES[tensor.kind]],
+                        _arrays.CUDA if cuda else _arrays.CPU, tensor.ordinal if cuda else 0, tensor.shape, strides)
+
+
+def exchange(stream_of):
+    return Exchange(1, 3, None, (None, None, None), take_apart, STREAM_OF(stream_of))
+
+
+EXCHANGE = exchange(lambda kind, ordinal, out: -1)
 ENTRY = _library.ENTRIES["rms_norm"]
 
 
-def site():
-    kinds = "".join({"tensor": "t", "float": "f", "int": "i"}[argument.kind] for argument in ENTRY.operator.arguments)
-    return _call.make(ctypes.cast(ENTRY._run, ctypes.c_void_p).value, ctypes.addressof(EXCHANGE), kinds, -1, (Tensor,))
+def address(function):
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def site(run=ENTRY._run, workspace_bytes=None, exchange=EXCHANGE, workspace=-1, types=(Tensor,), is_lazy=None):
+    """A site of rms_norm; the caller keeps the functions and the exchange."""
+    return _call.make(address(run), address(workspace_bytes), ctypes.addressof(exchange), "tttttif", workspace, types, is_lazy)
 
 
 class Calls(unittest.TestCase):
@@ -80,15 +108,180 @@ class Calls(unittest.TestCase):
         for wrong in ((), (self.x,), [self.x, None, self.weight, self.y, None, 0, 0.0], None):
             with self.assertRaisesRegex(TypeError, "a tuple of 7 values"):
                 site()(wrong)
-        with self.assertRaisesRegex(ValueError, "more arguments or types"):
-            _call.make(1, 1, "t" * 300, -1, ())
 
-    def test_a_workspace_that_is_to_be_found_is_left(self):
-        call = _call.make(ctypes.cast(ENTRY._run, ctypes.c_void_p).value, ctypes.addressof(EXCHANGE), "tttttif", 4, (Tensor,))
-        self.assertEqual(call((self.x, None, self.weight, self.y, None, 0, 0.0)), -1)
+    def test_what_makes_no_site(self):
+        with self.assertRaisesRegex(ValueError, "more arguments or types"):
+            _call.make(1, 0, 1, "t" * 300, -1, (), None)
+        with self.assertRaisesRegex(ValueError, "more arguments or types"):
+            site(types=(Tensor,) * 5)
+        with self.assertRaisesRegex(TypeError, "a tuple of types"):
+            site(types=(Tensor, 5))
+        for place in (4, 7):
+            with self.assertRaisesRegex(ValueError, "the workspace is no argument, or"):
+                site(workspace=place)
+
+    def test_what_the_library_is_given(self):
+        given = []
+
+        @RUN
+        def run(args, stream):
+            given.append((ctypes.string_at(args, ENTRY.struct_bytes), ctypes.string_at(stream, 32)))
+            return 7
+
+        def stream_of(kind, ordinal, out):
+            self.assertEqual((kind, ordinal), (2, 3))
+            out[0] = 0x1234
+            return 0
+
+        streams = exchange(stream_of)
+        call = site(run, exchange=streams)
+        framework, handle = _arrays.NUMPY._replace(describe=described), _library.context().handle
+        kinds = list(TYPES)
+        for device in (1, 2, 3, 13):
+            for shift in range(2):  # four of the types each
+                first, *others = (Tensor([1, 2, 3, 4], [2], kind=kind, device=device, ordinal=3, first=shift) for kind in kinds[4 * shift:4 * shift + 4])
+                others[0].shape, others[0].strides = (ctypes.c_int64 * 5)(2, 1, 1, 2, 1), (ctypes.c_int64 * 5)(9, 8, 7, 6, 5)
+                values = (first, others[0], others[1], others[2], None, 2**62 + shift, -0.5)
+                self.assertEqual(call(values), 7)
+                args, stream = given.pop()
+                self.assertEqual(args, b"".join(ENTRY._parts(values, framework)), (device, shift))
+                place = (_arrays.CUDA, 3, 0, 0, 0x1234) if device in (2, 13) else (_arrays.CPU, 0, 0, 0, 0)
+                self.assertEqual(struct.unpack("=iiiiQQ", stream), (*place, handle))
+
+    def test_a_context_outlives_the_calls_that_have_it(self):
+        for when in ("packing", "running"):
+            seen, first = [], weakref.ref(_library.context())
+            handle = first().handle
+
+            def configure(now):
+                if now == when:
+                    other = threading.Thread(target=vivace.configure)
+                    other.start()
+                    other.join()
+                    gc.collect()
+
+            def stream_of(kind, ordinal, out):
+                configure("packing")
+                return 0
+
+            @RUN
+            def run(args, stream):
+                configure("running")
+                seen.append((first() is not None, struct.unpack("=iiiiQQ", ctypes.string_at(stream, 32))[5] == handle))
+                return 0
+
+            streams = exchange(stream_of)
+            on_gpu = [Tensor([1, 2], [2], device=2) for _ in range(3)]
+            self.assertEqual(site(run, exchange=streams)((on_gpu[0], None, *on_gpu[1:], None, 0, 0.0)), 0)
+            self.assertEqual(seen, [(True, True)], when)
+            gc.collect()
+            self.assertIsNone(first(), when)
+        vivace.configure()
+        first = weakref.ref(_library.context())
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, "0")), -1)  # left after a look
+        vivace.configure()
+        gc.collect()
+        self.assertIsNone(first())
+
+    def test_others_run_while_a_call_does(self):
+        """The library's function is libc's pause here, which a signal ends that another thread sends."""
+        done, caller = threading.Event(), threading.get_ident()
+
+        def wake():
+            while not done.wait(0.01):
+                signal.pthread_kill(caller, signal.SIGUSR1)
+
+        self.addCleanup(signal.signal, signal.SIGUSR1, signal.signal(signal.SIGUSR1, lambda *_: None))
+        self.addCleanup(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, lambda *_: None))
+        other = threading.Thread(target=wake)
+        other.start()
+        signal.alarm(20)  # where no other thread gets to run
+        start = time.monotonic()
+        site(ctypes.CDLL(None).pause)((self.x, None, self.weight, self.y, None, 0, 0.0))
+        took = time.monotonic() - start
+        signal.alarm(0)
+        done.set()
+        other.join()
+        self.assertLess(took, 15)
+
+    def test_a_site_lets_go_of_what_it_has(self):
+        class Local(Tensor):
+            def ask(self):
+                return False
+
+        types, ask = weakref.ref(Local), weakref.ref(Local.ask)
+        call = site(types=(Local,), is_lazy=Local.ask)
+        self.assertEqual(call((Local([1], [1, 1]), None, Local([1], [1]), Local([0], [1, 1]), None, 0, 0.0)), 0)
+        del Local
+        gc.collect()
+        self.assertTrue(types() and ask())
+        del call
+        gc.collect()
+        self.assertEqual((types(), ask()), (None, None))
+
+    def test_a_workspace_that_is_needed_and_not_given(self):
+        asked = []
+
+        @WORKSPACE_BYTES
+        def workspace_bytes(args, stream, needed):
+            asked.append(ctypes.string_at(stream, 32))
+            needed[0] = self.needed
+            return self.code
+
+        @RUN
+        def run(args, stream):
+            return 5
+
+        call = site(run, workspace_bytes, workspace=4)
+        for self.needed, self.code, result in ((0, 0, 5), (16, 0, -1), (0, 1, -1)):
+            self.assertEqual(call((self.x, None, self.weight, self.y, None, 0, 0.0)), result, (self.needed, self.code))
+            self.assertEqual(asked.pop()[-8:], struct.pack("=Q", _library.context().handle))
+        self.assertEqual(call((self.x, None, self.weight, self.y, self.x, 0, 0.0)), 5)
+        self.assertEqual(asked, [])
+
+    def test_numbers_that_are_not_those_in_memory(self):
+        asked = []
+
+        def is_lazy(tensor):
+            asked.append(tensor)
+            if isinstance(answer, type):
+                raise answer
+            return answer
+
+        call = site(is_lazy=is_lazy)
+        parts = Tensor([1, 2, 3, 4], [2, 1], strides=[2, 2])
+        column, y = Tensor([1, 1], [2, 1]), Tensor([0, 0], [2, 1])  # which has odd strides
+        for answer, result in ((False, 0), (True, -1), (ValueError, -1)):
+            self.assertEqual(call((parts, None, Tensor([1], [1]), y, None, 0, 0.0)), result, answer)
+            self.assertIs(asked[0], parts)
+            asked.clear()
+        for answer in (KeyboardInterrupt, MemoryError):
+            with self.assertRaises(answer):
+                call((parts, None, Tensor([1], [1]), y, None, 0, 0.0))
+        asked.clear()
+        self.assertEqual(call((self.x, None, self.weight, self.y, None, 0, 0.0)), 0)
+        self.assertEqual(asked, [])
+        self.assertEqual(call((column, None, self.weight, y, None, 0, 0.0)), 1)
+        self.assertEqual(asked, [])
+
+    def test_one_module_in_a_process(self):
+        spec = importlib.util.find_spec("vivace._call")
+        with self.assertRaisesRegex(ImportError, "has loaded it already"):
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        code = ("import importlib, call_test as t\n"
+                "x, y = t.Tensor([1, 2], [1, 2]), t.Tensor([0, 0], [1, 2])\n"
+                "values = (x, None, t.Tensor([1, 2], [2]), y, None, 0, 0.0)\n"
+                "t.vivace.configure(prefer='rms_norm=reference')\n"
+                "assert t.site()(values) == 0\n"
+                "importlib.reload(t._library)\n"
+                "assert t.site()(values) == -1\n"  # there is no context yet
+                "t._library.context()\n"
+                "assert t.site()(values) == 0\n")
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=package.ROOT / "tests" / "python")
 
     def test_a_context_goes_with_its_last_user(self):
         first = weakref.ref(_library.context())
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, 0.0)), 0)
         vivace.configure(prefer="rms_norm=reference")
         gc.collect()
         self.assertIsNone(first())

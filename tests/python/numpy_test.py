@@ -478,15 +478,18 @@ class Errors(unittest.TestCase):
         x, weight, experts = np.ones((4, 64), "float32"), np.ones((8, 64), "float32"), np.ones((4, 64, 64), "float32")
         ids, double, i32 = np.zeros((4, 2), "int32"), np.ones(64), np.array([0, 1], "int32")
         shape, moe = vivace.Shape((4, 64), "f32"), (x, experts, experts[:, :, :32].copy(), ids, x[:, :2].copy())
-        masked = np.ma.array(x, mask=x > 0)
+        masked, router = np.ma.array(x, mask=x > 0), vivace.prepare_router_weight(weight)
         for kind, message, call, args, options in (
                 (TypeError, "router_gemm: weight is of type ndarray, needs what vivace.prepare_router_weight", vivace.router_gemm, (x, weight), {}),
+                (ValueError, "router_gemm: weight.scaled is inf, needs True or False", vivace.router_gemm, (x, router._replace(scaled=np.inf)), {}),
+                (TypeError, "router_gemm: weight.version is 'a', needs a whole number", vivace.router_gemm, (x, router._replace(version="a")), {}),
                 (ValueError, "linear: x is a vivace.Shape, which has no memory", vivace.linear, (shape, weight), {}),
                 (ValueError, "linear: weight is a vivace.Shape, which has no memory", vivace.linear, (x, shape), {}),
                 (ValueError, r"linear: weight is f32\[64\], needs 2 dim", vivace.linear, (x, weight[0]), {}),
                 (ValueError, "linear: x has the shape .., needs 2 dim", vivace.linear, (np.array(1, "float32"), weight), {}),
                 (ValueError, "linear: out_dtype is 'f64', needs one of f32,", vivace.linear, (x, weight), {"out_dtype": "f64"}),
                 (TypeError, "linear: exact is 'a', needs True or False", vivace.linear, (x, weight), {"exact": "a"}),
+                (ValueError, "linear: exact is inf, needs True or False", vivace.linear, (x, weight), {"exact": np.inf}),
                 (ValueError, r"linear: weights\[1\] is of type float64, needs", vivace.linear_parts, (x, [weight, weight.astype(float)]), {}),
                 (ValueError, r"linear: weights\[1\].shape\[1\] is 32, needs k", vivace.linear_parts, (x, [weight, weight[:, :32]]), {}),
                 (ValueError, "linear: weights, .* have 2, 2, 2, 1 items", vivace.linear_parts, (x, [weight, weight]), {"outs": [x]}),

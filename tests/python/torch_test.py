@@ -3,6 +3,8 @@
     python3 tests/python/torch_test.py        with a Python that has torch, NumPy and the wheel
 """
 
+import subprocess
+import sys
 import unittest
 
 import package
@@ -74,8 +76,8 @@ class Torch(unittest.TestCase):
                 args, options = cases.built(case.args, maker(device)), cases.built(case.options, maker(device))
                 values, result = case.operator._build(*args, **options)
                 place, needed = OPERATORS[case.operator.name].workspace, case.operator.workspace_bytes(*args, **options)
-                if place is not None:
-                    self.assertEqual(self.quick(case.operator.name)(values), -1, case.name)  # it is to be found
+                if needed:
+                    self.assertEqual(self.quick(case.operator.name)(values), -1, case.name)  # it is to be allocated
                     scratch = torch.empty(needed, dtype=torch.uint8, device=device)
                     values = (*values[:place], scratch, *values[place + 1:])
                 if case.operator.name in LEAVE_ROWS:
@@ -99,6 +101,36 @@ class Torch(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, r"^rms_norm: x is torch.float32 \(1, 1, 1, 1, 2, 8\), needs at most 5"):
             vivace.rms_norm(x.view(1, 1, 1, 1, 2, 8), w, out=x)
         self.assertTrue(torch.equal(vivace.rms_norm(x, w, eps=np.float64(1e-6)), vivace.rms_norm(x, w)))
+
+    def test_the_first_tensor_brings_all_of_it(self):
+        """Without vivace.torch_ops, calls that C does not take go the same way as with it."""
+        code = ("import numpy as np, torch, vivace\n"
+                "x, w = torch.ones(2, 8), torch.ones(8)\n"
+                "y = vivace.rms_norm(x, w)\n"
+                "assert torch.equal(vivace.rms_norm(x, w.numpy()), y) and torch.equal(vivace.rms_norm(x, w, eps=np.float32(1e-6)), y)\n"
+                "assert vivace.linear(x, np.ones((4, 8), 'float32')).tolist() == [[8.0] * 4] * 2\n"
+                "for said, call in (('rms_norm: weight is the list', lambda: vivace.rms_norm(x, [1.0] * 8)),\n"
+                "                   ('rms_norm: eps is None', lambda: vivace.rms_norm(x, w, eps=None)),\n"
+                "                   ('rms_norm: x is on meta', lambda: vivace.rms_norm(x.to('meta'), w, out=y))):\n"
+                "    try:\n"
+                "        call()\n"
+                "    except (TypeError, ValueError) as error:\n"
+                "        assert str(error).startswith(said), error\n"
+                "    else:\n"
+                "        raise AssertionError(said)\n")
+        ended = subprocess.run([sys.executable, "-c", code], timeout=120, stderr=subprocess.PIPE, text=True, check=False)
+        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+
+    def test_views_that_torch_negates_are_refused(self):
+        ones = torch.ones(3, 1)
+        gate = torch.complex(ones, torch.arange(3.0).view(3, 1)).conj().imag
+        for call in (vivace.silu_mul, vivace.silu_mul.explain):
+            with self.assertRaisesRegex(ValueError, "^silu_mul: gate is a view that torch negates .* resolve_neg"):
+                call(gate, ones)
+        torch.ops.vivace.silu_mul(gate, ones, y := torch.empty(3, 1), None, 0)  # for which torch resolves it
+        self.assertTrue(torch.allclose(y, torch.nn.functional.silu(gate)))
+        for parts in (gate.resolve_neg(), gate.neg(), torch.complex(ones, ones).imag):  # not such a view
+            self.assertTrue(torch.allclose(vivace.silu_mul(parts, ones), torch.nn.functional.silu(parts)))
 
     def test_settings_count_for_the_next_call(self):
         x, weight = torch.ones(2, 8), torch.ones(8)
