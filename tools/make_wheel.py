@@ -4,7 +4,8 @@
     tools/make_wheel.py LIBRARY FOLDER      prints the wheel's path
 
 Python's standard library and a C compiler ($CC, or cc) alone: a wheel is a zip archive with a list of what is in it. The same sources give
-the same bytes. Without the compiler, or Python's headers, the wheel lacks vivace/_call.abi3.so, and calls on torch's tensors are slower.
+the same bytes. Where the compiler or Python's headers are missing or do not fit, the wheel lacks vivace/_call.abi3.so, and calls on torch's
+tensors are slower: it says so, and why.
 """
 
 import base64
@@ -13,6 +14,7 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,17 +62,18 @@ def platform_tag(*libraries):
 
 
 def build_extension(target):
-    """The quick calls, on Python's stable ABI: whether there is what builds them."""
-    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O2", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'include'}",
-               f"-I{sysconfig.get_path('include')}", PACKAGE / "_call.c", "-o", target]
-    missing = shutil.which(command[0]) is None and f"the compiler {command[0]} is"
-    if not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists():
-        missing = f"{sysconfig.get_path('include')}/Python.h is"
+    """The quick calls, on Python's stable ABI: nothing, or why they are not there."""
+    compiler, headers = shlex.split(os.environ.get("CC") or "cc"), pathlib.Path(sysconfig.get_path("include"))
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "this Python is free-threaded, and has no stable ABI"
+    missing = [compiler[0]] if shutil.which(compiler[0]) is None else []
+    missing += [f"{headers}/Python.h"] if not (headers / "Python.h").exists() else []
     if missing:
-        print(f"WITHOUT vivace/_call.abi3.so: {missing} missing; calls on torch's tensors take about four times as long", file=sys.stderr)
-        return False
-    subprocess.run(command, check=True)
-    return True
+        return f"there is no {' and no '.join(missing)}"
+    command = [*compiler, "-shared", "-fPIC", "-O2", "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'include'}", "-isystem", headers,
+               PACKAGE / "_call.c", "-o", target]
+    built = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    return f"{shlex.join(map(str, command))} ends with\n{built.stderr}" if built.returncode != 0 else ""
 
 
 def make(library, folder):
@@ -79,8 +82,11 @@ def make(library, folder):
     with tempfile.TemporaryDirectory() as scratch:
         libraries = [pathlib.Path(scratch) / "libvivace_c.so"]
         shutil.copyfile(library, libraries[0])
-        if build_extension(pathlib.Path(scratch) / "_call.abi3.so"):
-            libraries.append(pathlib.Path(scratch) / "_call.abi3.so")
+        extension = pathlib.Path(scratch) / "_call.abi3.so"
+        if reason := build_extension(extension):
+            print(f"WITHOUT vivace/{extension.name}, calls on torch's tensors take about four times as long: {reason}", file=sys.stderr)
+        else:
+            libraries.append(extension)
         subprocess.run(["strip", "--strip-unneeded", *libraries], check=True)
         tag = platform_tag(*libraries)
         files = {f"vivace/{path.relative_to(PACKAGE)}": path.read_bytes() for path in sorted(PACKAGE.rglob("*"))

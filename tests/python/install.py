@@ -13,7 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def call(*args):
-    return subprocess.run([str(a) for a in args], check=True, capture_output=True, text=True).stdout.strip()
+    """What it prints; its complaints are left to be seen."""
+    return subprocess.run([str(a) for a in args], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def packages_with_torch(python):

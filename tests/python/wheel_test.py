@@ -5,13 +5,16 @@ import base64
 import csv
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import pathlib
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import unittest
+import unittest.mock
 import zipfile
 
 import package
@@ -20,8 +23,8 @@ package.need("vivace")
 WHEELS = list(pathlib.Path(os.environ.get("VIVACE_WHEELS", package.ROOT / "build" / "wheel")).glob("*.whl"))
 
 
-def python(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+def python(code, executable=sys.executable):
+    done = subprocess.run([executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         raise AssertionError(done.stderr)
     return done.stdout.strip()
@@ -43,11 +46,41 @@ class Wheel(unittest.TestCase):
             self.assertLessEqual({"vivace/libvivace_c.so", "vivace/py.typed", "vivace/include/vivace/c_api.h"}, names)
 
     def test_quick_calls_are_there_where_they_can_be_built(self):
-        if not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists():
-            self.skipTest("there are no headers of Python")
+        """By the Python that made the wheel, which need not be this one."""
+        maker = os.environ.get("VIVACE_WHEEL_PYTHON", sys.executable)
+        if not pathlib.Path(python("import sysconfig; print(sysconfig.get_path('include'))", maker), "Python.h").exists():
+            self.skipTest(f"there are no headers of {maker}")
         with zipfile.ZipFile(WHEELS[0]) as archive:
             self.assertIn("vivace/_call.abi3.so", archive.namelist())
         from vivace import _call  # noqa: F401
+
+    def test_what_builds_the_quick_calls(self):
+        spec = importlib.util.spec_from_file_location("make_wheel", package.ROOT / "tools" / "make_wheel.py")
+        make_wheel = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(make_wheel)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = pathlib.Path(scratch)
+
+            def built(compiler, PACKAGE=make_wheel.PACKAGE, sysconfig=sysconfig):
+                """Why not, or nothing."""
+                with (unittest.mock.patch.dict(os.environ, CC=compiler),
+                      unittest.mock.patch.multiple(make_wheel, PACKAGE=PACKAGE, sysconfig=sysconfig)):
+                    why = make_wheel.build_extension(folder / "_call.so")
+                self.assertEqual((folder / "_call.so").exists(), not why)
+                (folder / "_call.so").unlink(missing_ok=True)
+                return why
+
+            (folder / "_call.c").write_text("#error these do not compile\n")
+            free = unittest.mock.Mock(wraps=sysconfig)
+            free.get_config_var.return_value = 1
+            self.assertRegex(built("cc", sysconfig=free), "free-threaded")
+            if not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists():
+                self.assertEqual(built("no-such-cc -O1"), f"there is no no-such-cc and no {sysconfig.get_path('include')}/Python.h")
+                self.skipTest("there are no headers of Python")
+            self.assertEqual(built("no-such-cc -O1"), "there is no no-such-cc")
+            self.assertRegex(built("cc", PACKAGE=folder), "^cc -shared .* ends with\n.*these do not compile")
+            for compiler in ("", "cc", "cc -O1", "env cc"):
+                self.assertEqual(built(compiler), "")
 
     def test_one_wheel_for_all_pythons(self):
         self.assertRegex(WHEELS[0].name, r"^vivace-\d+\.\d+\.\d+-py3-none-manylinux_2_\d+_\w+\.whl$")
