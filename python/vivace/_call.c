@@ -32,22 +32,31 @@ typedef struct {
   void* allocate;
   void* managed_from_object;
   void* managed_to_object;
-  int (*tensor_from_object)(void* object, DlTensor* out); /* borrowed: nothing to free, nothing is waited for */
+  /* Borrowed: nothing to free, nothing is waited for. */
+  int (*tensor_from_object)(void* object, DlTensor* out);
   int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 } DlExchange;
 
 static int32_t dtype_of(const DlTensor* tensor) {
   if (tensor->lanes != 1) return 0;
   switch (tensor->code << 8 | tensor->bits) {
-    case 2 << 8 | 32: return VIVACE_F32;
-    case 2 << 8 | 16: return VIVACE_F16;
-    case 4 << 8 | 16: return VIVACE_BF16;
-    case 10 << 8 | 8: return VIVACE_FP8_E4M3;
+    case 2 << 8 | 32:
+      return VIVACE_F32;
+    case 2 << 8 | 16:
+      return VIVACE_F16;
+    case 4 << 8 | 16:
+      return VIVACE_BF16;
+    case 10 << 8 | 8:
+      return VIVACE_FP8_E4M3;
     case 1 << 8 | 8:
-    case 6 << 8 | 8: return VIVACE_U8;
-    case 0 << 8 | 32: return VIVACE_I32;
-    case 0 << 8 | 64: return VIVACE_I64;
-    default: return 0;
+    case 6 << 8 | 8:
+      return VIVACE_U8;
+    case 0 << 8 | 32:
+      return VIVACE_I32;
+    case 0 << 8 | 64:
+      return VIVACE_I64;
+    default:
+      return 0;
   }
 }
 
@@ -83,7 +92,7 @@ typedef struct {
   uint64_t args_bytes;
   Py_ssize_t count, workspace; /* arguments, and which of them is a workspace; -1: none */
   char kinds[256];             /* of each: t, i or f */
-  PyObject* is_lazy;           /* is_lazy(tensor): whether its numbers are others than its memory's; null: never */
+  PyObject* is_lazy; /* is_lazy(tensor): whether its numbers are others than its memory's; null: never */
   Py_ssize_t type_count;
   PyTypeObject* types[MOST_TYPES];
 } Site;
@@ -213,14 +222,19 @@ static void free_site(PyObject* capsule) {
 static int fill_site(Site* site, const char* kinds, PyObject* types) {
   site->count = (Py_ssize_t)strlen(kinds);
   site->args_bytes = sizeof(site->args_bytes);
-  for (const char* kind = kinds; *kind != '\0'; ++kind) site->args_bytes += *kind == 't' ? sizeof(vivace_tensor) : 8;
+  for (const char* kind = kinds; *kind != '\0'; ++kind)
+    site->args_bytes += *kind == 't' ? sizeof(vivace_tensor) : 8;
   const Py_ssize_t type_count = PyTuple_Size(types);
-  if (site->count >= (Py_ssize_t)sizeof(site->kinds) || site->args_bytes > MOST_BYTES || type_count > MOST_TYPES) {
-    PyErr_SetString(PyExc_ValueError, "vivace._call: there are more arguments or types than any operator has");
+  if (site->count >= (Py_ssize_t)sizeof(site->kinds) || site->args_bytes > MOST_BYTES ||
+      type_count > MOST_TYPES) {
+    PyErr_SetString(PyExc_ValueError,
+                    "vivace._call: there are more arguments or types than any operator has");
     return 0;
   }
   if (site->workspace >= site->count || (site->workspace >= 0 && site->workspace_bytes == NULL)) {
-    PyErr_SetString(PyExc_ValueError, "vivace._call: the workspace is no argument, or there is nothing that says how much it needs");
+    PyErr_SetString(
+        PyExc_ValueError,
+        "vivace._call: the workspace is no argument, or there is nothing that says how much it needs");
     return 0;
   }
   memcpy(site->kinds, kinds, (size_t)site->count);
@@ -244,7 +258,9 @@ static PyObject* make(PyObject* module, PyObject* args) {
   Py_ssize_t workspace;
   PyObject *types, *is_lazy;
   (void)module;
-  if (!PyArg_ParseTuple(args, "KKKsnO!O", &run, &workspace_bytes, &exchange, &kinds, &workspace, &PyTuple_Type, &types, &is_lazy)) return NULL;
+  if (!PyArg_ParseTuple(args, "KKKsnO!O", &run, &workspace_bytes, &exchange, &kinds, &workspace,
+                        &PyTuple_Type, &types, &is_lazy))
+    return NULL;
   Site* site = PyMem_Calloc(1, sizeof(Site));
   if (site == NULL) return PyErr_NoMemory();
   site->run = (Run)(uintptr_t)run;
@@ -273,9 +289,11 @@ static int load(PyObject* module) {
   return 0;
 }
 
-static PyMethodDef METHODS[] = {{"make", make, METH_VARARGS, NULL}, {"use", use, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef METHODS[] = {
+    {"make", make, METH_VARARGS, NULL}, {"use", use, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void*)load}, {0, NULL}};
-static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "vivace._call", NULL, 0, METHODS, SLOTS, NULL, NULL, NULL};
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "vivace._call", NULL, 0, METHODS, SLOTS, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__call(void) {
   return PyModuleDef_Init(&MODULE);

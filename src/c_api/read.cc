@@ -120,21 +120,21 @@ Tensor Reader::output(std::string_view name, const vivace_tensor& from, std::str
 }
 
 void Reader::remember(const Seen& seen, const Tensor& tensor) {
-  if (!tensor.present() || count_ == seen_.size()) return;
+  if (!tensor.present() || count_ == places_.size()) return;
   int64_t last = 0;
   for (int i = 0; i < tensor.rank; ++i) last += (tensor.shape[i] - 1) * tensor.stride[i];
   const DTypeInfo type = info_of(tensor.dtype);
-  Seen& kept = *std::construct_at(&seen_[count_++], seen);
+  Seen& kept = *std::construct_at(&places_[count_++].seen, seen);
   kept.begin = reinterpret_cast<uintptr_t>(tensor.data);
   kept.end = kept.begin + static_cast<uintptr_t>((last / type.block_elements + 1) * type.block_bytes);
 }
 
 Status Reader::apart() const {
   for (size_t i = 0; i < count_; ++i) {
-    const Seen& out = seen_[i];
+    const Seen& out = places_[i].seen;
     if (!out.written) continue;
     for (size_t j = 0; j < count_; ++j) {
-      const Seen& other = seen_[j];
+      const Seen& other = places_[j].seen;
       if (i == j || (other.written && j < i) || out.begin >= other.end || other.begin >= out.end) continue;
       const Tensor a = tensor_of(*out.from), b = tensor_of(*other.from);
       if (!overlap(a, b)) continue;

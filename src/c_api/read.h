@@ -56,7 +56,7 @@ class Reader {
     const vivace_tensor* tensor;  ///< null: there is none
   };
   /// The first.
-  Named first() const { return count_ > 0 ? Named{seen_[0].name, seen_[0].from} : Named{}; }
+  Named first() const { return count_ > 0 ? Named{places_[0].seen.name, places_[0].seen.from} : Named{}; }
   /// invalid_argument where an output shares memory with another argument, as far as overlap() knows. Experts given one by one are not
   /// looked at.
   Status apart() const;
@@ -80,10 +80,12 @@ class Reader {
   int ordinal_;
   Status status_;
   std::vector<ExpertWeights> experts_;
-  /// Nothing is written to places that are not used.
-  union {
-    std::array<Seen, 32> seen_;  ///< more than any operator has
+  /// Nothing is written to it until it is used.
+  union Place {
+    Place() {}
+    Seen seen;
   };
+  std::array<Place, 32> places_;  ///< more than any operator has
   size_t count_ = 0;
 };
 

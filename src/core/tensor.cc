@@ -9,34 +9,23 @@ namespace vivace {
 
 namespace {
 
-constexpr DTypeInfo kNone = {"none", 1, 0};
-
-struct DTypeRow {
-  DType dtype;
-  DTypeInfo info;
-};
-
-constexpr DTypeRow kDTypes[] = {
-    {DType::none, kNone},
-    {DType::f32, {"f32", 1, 4}},
-    {DType::f16, {"f16", 1, 2}},
-    {DType::bf16, {"bf16", 1, 2}},
-    {DType::fp8_e4m3, {"fp8", 1, 1}},
-    {DType::u8, {"u8", 1, 1}},
-    {DType::i32, {"i32", 1, 4}},
-    {DType::i64, {"i64", 1, 8}},
-    {DType::q4_0, {"q4_0", 32, 18}},
-    {DType::q4_1, {"q4_1", 32, 20}},
-    {DType::q8_0, {"q8_0", 32, 34}},
-    {DType::q4_k, {"q4_k", 256, 144}},
-    {DType::q6_k, {"q6_k", 256, 210}},
-};
-
-/// At its number each type's, and kNone at those of no type.
+/// At its number each type's, and that of DType::none at those of no type.
 constexpr auto kInfos = [] {
   std::array<DTypeInfo, 32> infos;
-  infos.fill(kNone);
-  for (const DTypeRow& row : kDTypes) infos.at(static_cast<size_t>(row.dtype)) = row.info;
+  infos.fill({"none", 1, 0});
+  const auto set = [&infos](DType dtype, DTypeInfo info) { infos.at(static_cast<size_t>(dtype)) = info; };
+  set(DType::f32, {"f32", 1, 4});
+  set(DType::f16, {"f16", 1, 2});
+  set(DType::bf16, {"bf16", 1, 2});
+  set(DType::fp8_e4m3, {"fp8", 1, 1});
+  set(DType::u8, {"u8", 1, 1});
+  set(DType::i32, {"i32", 1, 4});
+  set(DType::i64, {"i64", 1, 8});
+  set(DType::q4_0, {"q4_0", 32, 18});
+  set(DType::q4_1, {"q4_1", 32, 20});
+  set(DType::q8_0, {"q8_0", 32, 34});
+  set(DType::q4_k, {"q4_k", 256, 144});
+  set(DType::q6_k, {"q6_k", 256, 210});
   return infos;
 }();
 
@@ -44,12 +33,12 @@ constexpr auto kInfos = [] {
 
 DTypeInfo info_of(DType dtype) {
   const auto number = static_cast<size_t>(dtype);
-  return number < kInfos.size() ? kInfos[number] : kNone;
+  return kInfos[number < kInfos.size() ? number : 0];
 }
 
 DType dtype_from_name(std::string_view name) {
-  for (const DTypeRow& row : kDTypes)
-    if (row.info.name == name) return row.dtype;
+  for (size_t number = 0; number < kInfos.size(); ++number)
+    if (kInfos[number].name == name) return static_cast<DType>(number);
   return DType::none;
 }
 

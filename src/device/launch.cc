@@ -33,8 +33,8 @@ std::string describe(std::string_view name, const LaunchShape& s) {
 struct Kernel {
   const void* function = nullptr;
   int ordinal = -1;
-  bool can_wait =
-      false;  ///< there is 9.0, and its code is for that: code of 8.0 has no wait for the kernel before it
+  /// There is 9.0, and its code is for that: code of 8.0 has no wait for the kernel before it.
+  bool can_wait = false;
   int64_t smem_limit = -1;  ///< of dynamic shared memory
 };
 

@@ -110,7 +110,8 @@ static void test_outputs_have_memory_of_their_own(void) {
   CHECK(vivace_rms_norm(&args, NULL) == VIVACE_OK);
   args.y.stride[0] = 1;
   CHECK_FAILS(vivace_rms_norm(&args, NULL), VIVACE_INVALID_ARGUMENT,
-              "rms_norm: y is f32[2, 2] strides [1, 1], needs stride[0] >= 2: elements that are written have memory of their own");
+              "rms_norm: y is f32[2, 2] strides [1, 1], needs stride[0] >= 2: elements that are written have "
+              "memory of their own");
 }
 
 /* A question about a call that is refused is refused in the same words; memory is not looked at. */
@@ -121,8 +122,10 @@ static void test_questions_about_refused_calls(void) {
   CHECK(vivace_rms_norm_cost(&args, &cost) == VIVACE_OK);
   CHECK(vivace_rms_norm_explain(&args, NULL, &json) == VIVACE_OK);
   args.weight.shape[0] = 1;
-  CHECK_FAILS(vivace_rms_norm_cost(&args, &cost), VIVACE_INVALID_ARGUMENT, "weight.shape[0] is 1, needs hidden = 2");
-  CHECK_FAILS(vivace_rms_norm_explain(&args, NULL, &json), VIVACE_INVALID_ARGUMENT, "weight.shape[0] is 1, needs hidden = 2");
+  CHECK_FAILS(vivace_rms_norm_cost(&args, &cost), VIVACE_INVALID_ARGUMENT,
+              "weight.shape[0] is 1, needs hidden = 2");
+  CHECK_FAILS(vivace_rms_norm_explain(&args, NULL, &json), VIVACE_INVALID_ARGUMENT,
+              "weight.shape[0] is 1, needs hidden = 2");
 }
 
 static void test_refusals(void) {
@@ -271,7 +274,8 @@ static void test_context(void) {
   CHECK(vivace_context_counts(NULL, &json) == VIVACE_INVALID_ARGUMENT);
   vivace_context_options sharing = {.struct_bytes = sizeof(sharing), .threads = 2, .threads_of = context};
   vivace_context* second = NULL;
-  CHECK_FAILS(vivace_context_create(&sharing, &second), VIVACE_INVALID_ARGUMENT, "threads is 2 with threads_of");
+  CHECK_FAILS(vivace_context_create(&sharing, &second), VIVACE_INVALID_ARGUMENT,
+              "threads is 2 with threads_of");
   sharing.threads = 0;
   CHECK(vivace_context_create(&sharing, &second) == VIVACE_OK);
   vivace_context_destroy(context);
@@ -300,10 +304,12 @@ static void test_explain_for_another_machine(void) {
   CHECK(vivace_rms_norm_explain(&args, &stream, &json) == VIVACE_OK);
   CHECK(vivace_rms_norm_explain(&args, NULL, &json) != VIVACE_OK);
   CHECK(strstr(vivace_last_error(), "rms_norm: stream is null, and x lies on a GPU: cuda:4096 ") != NULL);
-  CHECK(strstr(vivace_last_error(), "; to ask about a GPU that is not here, give a stream with its compute_capability, such as 90") != NULL);
+  CHECK(strstr(vivace_last_error(), "; to ask about a GPU that is not here, give a stream with") != NULL);
+  CHECK(strstr(vivace_last_error(), "compute_capability, such as 90") != NULL);
   const vivace_stream unknown = {.device = VIVACE_DEVICE_CUDA, .ordinal = 4096};
   CHECK(vivace_rms_norm_explain(&args, &unknown, &json) != VIVACE_OK);
-  CHECK(strstr(vivace_last_error(), "rms_norm: cuda:4096 ") != NULL && strstr(vivace_last_error(), "compute_capability, such as 90") != NULL);
+  CHECK(strstr(vivace_last_error(), "rms_norm: cuda:4096 ") != NULL &&
+        strstr(vivace_last_error(), "compute_capability, such as 90") != NULL);
   vivace_sampler_args sampling = {.struct_bytes = sizeof(sampling)};
   sampling.logits = TENSOR(NULL, VIVACE_F32, 2, 100);
   sampling.ids = TENSOR(NULL, VIVACE_I32, 2);
@@ -359,7 +365,8 @@ static void test_fused_moe(void) {
   CHECK(vivace_fused_moe(&args, NULL) == VIVACE_OK);
   CHECK(fabsf(y[1] + 2 / (1 + expf(1.702f * 2)) * 2) < 1e-6f);
   args.swiglu_limit = -1;
-  CHECK_FAILS(vivace_fused_moe(&args, NULL), VIVACE_INVALID_ARGUMENT, "swiglu.limit is -1, needs 1e-30 to 1e30, or infinity");
+  CHECK_FAILS(vivace_fused_moe(&args, NULL), VIVACE_INVALID_ARGUMENT,
+              "swiglu.limit is -1, needs 1e-30 to 1e30, or infinity");
   args.swiglu_alpha = args.swiglu_limit = args.swiglu_beta = 0;
   args.expert_map = (vivace_tensor){0};
   args.expert_ids = TENSOR(ids, VIVACE_I32, 2, 2);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "src/core/checks.h"
+#include "src/core/dispatch_in_workspace.h"
 #include "src/core/workspace.h"
 #include "src/ops/fused_moe/table.h"
 
@@ -324,9 +325,9 @@ Status fused_moe(const FusedMoeArgs& args, const Stream& stream) {
   }
   VIVACE_TRY(check.status());
   if (args.x.elements() == 0) return {};
+  if (!quantises(args)) return dispatch_in_workspace(kFusedMoe, args, stream);
   VIVACE_TRY_ASSIGN(const int64_t needed, fused_moe_workspace_bytes(args, stream));
   VIVACE_TRY(check_workspace("fused_moe", args.workspace, needed, stream));
-  if (!quantises(args)) return dispatch(kFusedMoe, args, stream);
   const QuantisedMoe q = quantised_moe(args);
   VIVACE_TRY(quantize_fp8(q.quantisation, stream));
   return dispatch(kFusedMoe, q.left, stream);
