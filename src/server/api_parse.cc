@@ -129,6 +129,13 @@ void refuse_unsupported(Fields& f) {
 
 void refuse_unsupported_openai(Fields& f) {
   refuse_unsupported(f);
+  const char* const tools = "it does not call tools";
+  f.unsupported("tools", {Json::array()}, tools);
+  f.unsupported("tool_choice", {"none", "auto"}, tools);
+  f.unsupported("functions", {Json::array()}, tools);
+  f.unsupported("function_call", {"none", "auto"}, tools);
+  f.unsupported("modalities", {Json::array({"text"})}, "it answers with text");
+  f.unsupported("audio", {}, "it answers with text");
   if (const Json* format = f.find("response_format")) {
     const bool text = format->is_object() && format->contains("type") && (*format)["type"] == "text";
     if (!text)
@@ -144,13 +151,6 @@ void refuse_unsupported_openai(Fields& f) {
 }
 
 void refuse_unsupported_chat(Fields& f) {
-  const char* const tools = "it does not call tools";
-  f.unsupported("tools", {Json::array()}, tools);
-  f.unsupported("tool_choice", {"none", "auto"}, tools);
-  f.unsupported("functions", {Json::array()}, tools);
-  f.unsupported("function_call", {"none", "auto"}, tools);
-  f.unsupported("modalities", {Json::array({"text"})}, "it answers with text");
-  f.unsupported("audio", {}, "it answers with text");
   f.unsupported("prediction", {}, "it has no use for one");
   f.unsupported("web_search_options", {}, "it does not search");
   f.unsupported("reasoning_effort", {}, "chat_template_kwargs reaches the template");

@@ -355,7 +355,8 @@ TEST(Api, WhatCannotBeDoneIsRefusedAndNotIgnored) {
     EXPECT_TRUE(error.message.starts_with(error.param + " is ")) << error.message;
   }
   for (const char* field :
-       {R"("suffix":"x")", R"("echo":true,"logprobs":1)", R"("response_format":{"type":"regex"})"})
+       {R"("suffix":"x")", R"("echo":true,"logprobs":1)", R"("response_format":{"type":"regex"})",
+        R"("tools":[{"type":"function"}])", R"("tool_choice":"required")", R"("audio":{})"})
     EXPECT_EQ(refused(ApiKind::completions, completion(field)).code, "unsupported_parameter") << field;
   EXPECT_EQ(
       refused(ApiKind::chat, R"({"messages":[{"role":"assistant","content":"","tool_calls":[{}]}]})").param,
