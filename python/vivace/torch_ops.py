@@ -78,6 +78,16 @@ def _through_torch(entry: _library.Entry, values: tuple) -> None:
     getattr(torch.ops.vivace, entry.operator.name)(*values)
 
 
+def _recorded() -> bool:
+    """Whether somebody records what torch is asked for: a compiler, torch.jit.trace, or a dispatch mode (make_fx, a FLOP counter)."""
+    return torch.compiler.is_compiling() or _modes() > 0 or _tracing() is not None
+
+
+# Of torch's own modules; without them none is seen.
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_tracing = getattr(torch._C, "_get_tracing_state", lambda: None)
+
+
 def _run(entry: _library.Entry, values: tuple) -> None:
     (_through_torch if _arrays.traced() else _library.Entry.run)(entry, values)
 
@@ -86,7 +96,7 @@ def _run(entry: _library.Entry, values: tuple) -> None:
 TORCH = _arrays.Framework(_describe, _place, _empty, _dtype, lambda tensor: True, _through_torch)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _arrays.FRAMEWORKS.update({kind: TORCH._replace(run=_run) for kind in _PLAIN})
-_arrays.traced = torch.compiler.is_compiling
+_arrays.traced = _recorded
 EXCHANGE = _exchange()
 if EXCHANGE:
     for _entry in _library.ENTRIES.values():

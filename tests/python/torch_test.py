@@ -171,6 +171,29 @@ class Torch(unittest.TestCase):
                     self.assertEqual(bits(results), bits(expected))
                     self.assertEqual(bits(given), bits(after))
 
+    def test_recorders_see_a_call(self):
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        x, weight, other = torch.randn(4, 64), torch.randn(64), torch.randn(4, 64)
+
+        def doubled(x):
+            return vivace.rms_norm(x, weight) * 2
+
+        for record in (make_fx, lambda f: torch.jit.trace(f, (x,), check_trace=False)):
+            graph = record(doubled)(x) if record is make_fx else record(doubled)
+            self.assertTrue(torch.equal(graph(other), doubled(other)))
+
+        class Names(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append(str(function))
+                return function(*args, **(kwargs or {}))
+
+        seen = []
+        with Names():
+            doubled(x)
+        self.assertIn("vivace.rms_norm.default", seen)
+
     def test_refusals_while_torch_traces(self):
         torch._dynamo.reset()
         compiled = torch.compile(lambda x, weight: vivace.rms_norm(x, weight), backend="aot_eager")
