@@ -37,7 +37,7 @@ def pack(address: int, dtype: int, device: int, ordinal: int, shape: Sequence[in
 
 
 def traced() -> bool:
-    """Whether torch traces this, and sizes may be symbols. vivace.torch_ops puts torch's own function, which torch.compile knows, here."""
+    """Whether torch records this, and sizes may be symbols. vivace.torch_ops puts its own function here."""
     return False
 
 

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <optional>
+#include <span>
 
 #include "src/core/dispatch.h"
 #include "src/ops/linear/cublaslt.h"
@@ -54,19 +55,7 @@ inline constexpr Need kLinearMmaNeeds[] = {
 inline constexpr int64_t kMostSplitOutputs = 64 * (65535 - LinearArgs::kMaxParts);
 // The order of sums is its own. Other rows launch a kernel for each part, this one none more.
 inline constexpr Need kLinearSm90SplitNeeds[] = {
-    {"compute_capability", Need::equals, 90},
-    {"batch_invariant", Need::equals, 0},
     {"tokens_per_part", Need::at_most, 32},
-    {"tokens", Need::at_most, 128},
-    {"outputs", Need::at_most, kMostSplitOutputs},
-    {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
-    {"parts_of_other_type", Need::equals, 0},
-    {"k_bytes", Need::at_most, 1 << 30},
-    {"k_bytes", Need::multiple_of, 16},
-    {"x_alignment", Need::multiple_of, 16},
-    {"weight_alignment", Need::multiple_of, 16},
-};
-inline constexpr Need kLinearSm90Split128Needs[] = {
     {"compute_capability", Need::equals, 90},
     {"batch_invariant", Need::equals, 0},
     {"tokens", Need::at_most, 128},
@@ -78,6 +67,8 @@ inline constexpr Need kLinearSm90Split128Needs[] = {
     {"x_alignment", Need::multiple_of, 16},
     {"weight_alignment", Need::multiple_of, 16},
 };
+/// The same with any number of tokens for a part.
+inline constexpr std::span kLinearSm90Split128Needs = std::span(kLinearSm90SplitNeeds).subspan(1);
 inline constexpr Need kLinearCublasltNeeds[] = {
     {"compute_capability", Need::at_least, 80},
     {"batch_invariant", Need::equals, 0},
