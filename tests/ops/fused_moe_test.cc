@@ -182,7 +182,7 @@ TEST(FusedMoe, GpuRowsWantTheSharedExpertsRowsAlike) {
   };
   const std::string before(chosen().row);
   if (before.empty()) GTEST_SKIP() << "a build without nvcc";
-  EXPECT_EQ(before, "sm90.stream");
+  EXPECT_EQ(before, "sm90.split");
   p.args.shared.gate.stride[0] = 2 * p.args.shared.up.stride[0];
   EXPECT_TRUE(chosen().row.empty()) << chosen().row;
 }
@@ -194,10 +194,12 @@ TEST(FusedMoe, ARankOfManyStreamsItsWeights) {
   if (fused_moe_explain(p.args, hopper).row.empty()) GTEST_SKIP() << "a build without nvcc";
   EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.wide");
   p.args.total_experts = 192;
-  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.stream");
+  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.split");
   p.args.total_experts = 0;
   const Guarded map(DType::i32, {192});
   p.args.expert_map = map;
+  EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.split");
+  p.args.batch_invariant = true;
   EXPECT_EQ(fused_moe_explain(p.args, hopper).row, "sm90.stream");
 }
 

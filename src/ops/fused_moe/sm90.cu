@@ -8,7 +8,8 @@
 // happen in the lane that has both. down: a CTA has 32 columns of y for all experts, keeps each output of a token in shared
 // memory, and sums a token's outputs in order of choice. It starts before gate and up have ended and fills its rings with
 // weights meanwhile. Every CTA builds the index of experts by itself. Sums, roundings and their order are those of
-// cuda.grouped, so a token has the same bits in both.
+// cuda.grouped, so a token has the same bits in both. In sm90.split they are not: four warps share
+// k of gate and up, because a few tokens have too few columns for all warps.
 
 #include <algorithm>
 #include <type_traits>
@@ -38,13 +39,55 @@ __device__ __forceinline__ int64_t row_of(const Params& p, int slot) {
 
 // ---- gate and up
 
-template <class S>
+/// kWarpsOfTeam neighbouring warps that share the k of an item, each a run of stages, and add up in the order of k. How k is cut
+/// depends on k alone.
+template <class S, int kWarpsOfTeam>
+struct Team {
+  static constexpr int kOfLane = sizeof(Accumulators<S>) / sizeof(float4);
+  static constexpr int kSumsBytes = kWarpsOfTeam > 1 ? kThreads* static_cast<int>(sizeof(Accumulators<S>))
+                                                     : 0;
+  int rank, first_byte, bytes;  // of k, this warp's; without any it multiplies a stage of zeros
+  float4* sums;                 // of all warps of the CTA, in shared memory
+
+  __device__ __forceinline__ Team(int k_bytes, uint8_t* memory)
+      : rank(static_cast<int>(threadIdx.x) / 32 % kWarpsOfTeam),
+        sums(reinterpret_cast<float4*>(memory) + threadIdx.x % 32) {
+    const int stages = (k_bytes + kRowBytes - 1) / kRowBytes;
+    const int first = stages * rank / kWarpsOfTeam, end = stages * (rank + 1) / kWarpsOfTeam;
+    first_byte = first < end ? first * kRowBytes : 0;
+    bytes = first < end ? min(k_bytes, end * kRowBytes) - first_byte : 0;
+  }
+  /// All warps call it. The first then has the team's sums, and true.
+  __device__ __forceinline__ bool add_up(Accumulators<S>& sums_of_warp) const {
+    if constexpr (kWarpsOfTeam == 1) return true;
+    const int warp = threadIdx.x / 32, barrier = 1 + warp / kWarpsOfTeam;
+    auto& mine = reinterpret_cast<float4(&)[kOfLane]>(sums_of_warp);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) sums[(warp * kOfLane + i) * 32] = mine[i];
+    device::named_barrier(barrier, 32 * kWarpsOfTeam);
+    if (rank == 0) {
+#pragma unroll
+      for (int w = 1; w < kWarpsOfTeam; ++w) {
+#pragma unroll
+        for (int i = 0; i < kOfLane; ++i) {
+          const float4 other = sums[((warp + w) * kOfLane + i) * 32];
+          mine[i].x += other.x, mine[i].y += other.y, mine[i].z += other.z, mine[i].w += other.w;
+        }
+      }
+    }
+    device::named_barrier(barrier, 32 * kWarpsOfTeam);  // before the next item's sums
+    return rank == 0;
+  }
+};
+
+template <class S, int kWarpsOfTeam>
 struct GateUp {
   static constexpr bool kWeightsFirst = false;
   static constexpr int kColumns = 8 * S::kMBlocks;  // of an item
   const Params& p;
   const Index& index;
   int first_item;
+  Team<S, kWarpsOfTeam> team;
   float x_scale;  // without blocks
 
   static __device__ __forceinline__ int items_of(const Params& p, const Index& index) {
@@ -64,33 +107,36 @@ struct GateUp {
   }
   __device__ __forceinline__ Weights weights(const Item& item) const {
     const Experts& e = experts_of(p, item);
-    const int64_t expert = expert_of(p, item), at = expert * e.gate_step + item.column * e.gate_stride;
-    const int64_t scale = S::kBlockScales
-                              ? expert * e.gate_scale_step +
-                                    (item.column + p.block_offset) / device::kScaleBlock * e.gate_scale_stride
-                              : expert * e.gate_scale_step;
+    const int64_t expert = expert_of(p, item);
+    const int64_t at = expert * e.gate_step + item.column * e.gate_stride + team.first_byte;
+    const int64_t scale =
+        S::kBlockScales ? expert * e.gate_scale_step +
+                              (item.column + p.block_offset) / device::kScaleBlock * e.gate_scale_stride +
+                              team.first_byte / kRowBytes
+                        : expert * e.gate_scale_step;
     return {.upper = e.gate + at,
             .lower = e.up + at,
             .row_bytes = e.gate_stride,
             .block_bytes = 8 * e.gate_stride,
             .scales = {e.gate_scale + scale, e.up_scale + scale, e.act_scale + expert * e.act_scale_step},
             .blocks = S::kMBlocks,
-            .k_bytes = p.hidden * static_cast<int>(sizeof(typename S::E)),
+            .k_bytes = team.bytes,
             .k_offset = 0};
   }
   __device__ __forceinline__ int token_of(int slot) const {
     return slot < p.pairs ? token_of_pair(p, slot) : slot - p.pairs;
   }
   __device__ __forceinline__ const uint8_t* row(const Item&, int slot) const {
-    return p.x + token_of(slot) * p.x_stride;
+    return p.x + token_of(slot) * p.x_stride + team.first_byte;
   }
   __device__ __forceinline__ const float* row_scales(const Item&, int slot) const {
-    return p.x_scale + token_of(slot) * p.x_scale_stride;
+    return p.x_scale + token_of(slot) * p.x_scale_stride + team.first_byte / kRowBytes;
   }
 
   __device__ __forceinline__ void finish(const Item& item, const float (&scales)[3],
                                          Accumulators<S>& sums) const {
     using E = typename S::E;
+    if (!team.add_up(sums)) return;
     const Experts& e = experts_of(p, item);
     const int lane = threadIdx.x % 32, column = item.column + lane / 4;
     constexpr bool kOneScale = sizeof(E) == 1 && !S::kBlockScales;
@@ -121,22 +167,31 @@ struct GateUp {
   }
 };
 
-/// A CTA an SM. With few rows an expert it leaves half of the SM to the kernel after it, whose rings then fill beside it.
+/// Where the sums of a CTA's teams lie in the memory of gate and up.
 template <class S>
+__host__ __device__ int sums_at(const Params& p) {
+  return kWarps * S::kRingBytes + Index::bytes(p, S::kRows);
+}
+
+/// A CTA an SM. With few rows an expert it leaves half of the SM to the kernel after it, whose rings then fill beside it.
+template <class S, int kWarpsOfTeam>
 __global__ __launch_bounds__(kThreads, S::kCtasPerSm) void gate_up_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t memory[];
   device::wait_for_previous_kernel();
   // Not before the wait: that ids are there is what the next kernel relies on.
   device::let_next_kernel_start();
+  using Phase = GateUp<S, kWarpsOfTeam>;
   const Index index =
       build_index<S::kRows>(p, memory + kWarps * S::kRingBytes, *reinterpret_cast<IndexScratch*>(memory));
   const int warp = threadIdx.x / 32;
-  const int64_t items = GateUp<S>::items_of(p, index), warps = int64_t{gridDim.x} * kWarps;
-  const int64_t of_grid = int64_t{blockIdx.x} * kWarps + warp;
-  const int first = static_cast<int>(items * of_grid / warps),
-            end = static_cast<int>(items * (of_grid + 1) / warps);
+  const int64_t items = Phase::items_of(p, index), teams = int64_t{gridDim.x} * (kWarps / kWarpsOfTeam);
+  const int64_t of_grid = (int64_t{blockIdx.x} * kWarps + warp) / kWarpsOfTeam;
+  const int first = static_cast<int>(items * of_grid / teams),
+            end = static_cast<int>(items * (of_grid + 1) / teams);
   const float x_scale = sizeof(typename S::E) == 1 && !S::kBlockScales ? *p.x_scale : 1.f;
-  run_items<S>(GateUp<S>{p, index, first, x_scale}, memory + warp * S::kRingBytes, end - first);
+  const Team<S, kWarpsOfTeam> team(p.hidden * static_cast<int>(sizeof(typename S::E)),
+                                   memory + sums_at<S>(p));
+  run_items<S>(Phase{p, index, first, team, x_scale}, memory + warp * S::kRingBytes, end - first);
 }
 
 // ---- down and the weighted sum
@@ -320,14 +375,14 @@ Params params_of(const FusedMoeArgs& args, const Scratch& scratch) {
   return p;
 }
 
-template <class S>
+template <class S, int kWarpsOfTeam>
 Status run_gate_up(const Params& p, const Stream& stream) {
   VIVACE_TRY_ASSIGN(const device::DeviceInfo* device, device::device_info(stream.ordinal));
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(device->sms)),
                           .block = dim3(kThreads),
-                          .smem_bytes = kWarps * S::kRingBytes + Index::bytes(p, S::kRows),
+                          .smem_bytes = sums_at<S>(p) + Team<S, kWarpsOfTeam>::kSumsBytes,
                           .overlap_previous = true};
-  return launch("fused_moe gate and up", gate_up_kernel<S>, shape, stream, p);
+  return launch("fused_moe gate and up", gate_up_kernel<S, kWarpsOfTeam>, shape, stream, p);
 }
 
 template <class S>
@@ -342,14 +397,15 @@ Status run_down(const Params& p, const Stream& stream) {
 }
 
 template <class E, bool kBlockScales>
-Status run(const FusedMoeArgs& args, const Scratch& scratch, const Stream& stream) {
+Status run(const FusedMoeArgs& args, const Scratch& scratch, bool split, const Stream& stream) {
   const Params p = params_of(args, scratch);
-  // How many rows are multiplied at a time. More of one expert are cut into blocks, so this is a matter of speed.
-  const bool few = std::min<int64_t>(p.tokens, rows_of_expert(args)) <= 4;
+  const bool few = rows_of_expert(args) <= kFewRows;
   const bool routed = p.experts > 0 && p.pairs > 0;
   if (routed || p.shared_slots > 0) {
-    VIVACE_TRY((few ? run_gate_up<Shape<E, kBlockScales, 1, 1, 4>>(p, stream)
-                    : run_gate_up<Shape<E, kBlockScales, 2, 2, 4>>(p, stream)));
+    using Few = Shape<E, kBlockScales, 1, 1, 4>;
+    VIVACE_TRY((!few    ? run_gate_up<Shape<E, kBlockScales, 2, 2, 4>, 1>(p, stream)
+                : split ? run_gate_up<Few, 4>(p, stream)
+                        : run_gate_up<Few, 1>(p, stream)));
   }
   if constexpr (kBlockScales) {
     if (routed)
@@ -361,13 +417,21 @@ Status run(const FusedMoeArgs& args, const Scratch& scratch, const Stream& strea
              : run_down<Shape<E, kBlockScales, 2, 2, 3>>(p, stream);
 }
 
+Status run(const FusedMoeArgs& args, bool split, const Stream& stream) {
+  const Scratch scratch(args, first_line(args.workspace));
+  if (!is_fp8(args)) return run<bf16, false>(args, scratch, split, stream);
+  return has_block_scales(args) ? run<fp8, true>(args, scratch, split, stream)
+                                : run<fp8, false>(args, scratch, split, stream);
+}
+
 }  // namespace
 
-Status fused_moe_sm90(const FusedMoeArgs& args, const Stream& stream) {
-  const Scratch scratch(args, first_line(args.workspace));
-  if (!is_fp8(args)) return run<bf16, false>(args, scratch, stream);
-  return has_block_scales(args) ? run<fp8, true>(args, scratch, stream)
-                                : run<fp8, false>(args, scratch, stream);
+Status fused_moe_sm90_split(const FusedMoeArgs& args, const Stream& stream) {
+  return run(args, true, stream);
+}
+
+Status fused_moe_sm90_stream(const FusedMoeArgs& args, const Stream& stream) {
+  return run(args, false, stream);
 }
 
 }  // namespace vivace

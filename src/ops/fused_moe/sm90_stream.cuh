@@ -50,7 +50,10 @@ struct Weights {
   int blocks;             // of 16 rows that are there
   int k_bytes, k_offset;  // k and where it starts in a stage
 
-  __device__ __forceinline__ int stages() const { return (k_bytes + k_offset + kRowBytes - 1) / kRowBytes; }
+  /// At least one, of zeros where there is no k.
+  __device__ __forceinline__ int stages() const {
+    return max(1, (k_bytes + k_offset + kRowBytes - 1) / kRowBytes);
+  }
 };
 
 template <class S>

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 
 #include "src/core/dispatch.h"
 #include "src/core/host_device.h"
@@ -16,7 +17,8 @@ namespace vivace {
 Status fused_moe_reference(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cpu(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_cpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
-Status fused_moe_sm90(const FusedMoeArgs& args, const Stream& stream);
+Status fused_moe_sm90_split(const FusedMoeArgs& args, const Stream& stream);
+Status fused_moe_sm90_stream(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_sm90_wide(const FusedMoeArgs& args, const Stream& stream);
 Status fused_moe_cuda(const FusedMoeArgs& args, const Stream& stream);
 int64_t fused_moe_gpu_workspace_bytes(const FusedMoeArgs& args, const Stream& stream);
@@ -162,8 +164,11 @@ inline constexpr Need kFusedMoeCudaNeeds[] = {
     {"shared_alignment", Need::multiple_of, 16},
 };
 
-// Of a decode step: while a handful of rows an expert leaves the weights' bytes the roof. Units of 16 columns.
-inline constexpr Need kFusedMoeSm90Needs[] = {
+// Of a decode step: while a handful of rows an expert leaves the weights' bytes the roof. Units of 16 columns. The order of sums
+// is its own, where few rows are multiplied at a time.
+inline constexpr Need kFusedMoeSm90SplitNeeds[] = {
+    {"batch_invariant", Need::equals, 0},
+    {"rows_of_expert", Need::at_most, moe_sm90::kFewRows},
     {"compute_capability", Need::equals, 90},
     {"x", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
     {"gate_up", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
@@ -184,6 +189,8 @@ inline constexpr Need kFusedMoeSm90Needs[] = {
     {"down_alignment", Need::multiple_of, 16},
     {"shared_alignment", Need::multiple_of, 16},
 };
+/// The same in any company, up to kMaxRows.
+inline constexpr std::span kFusedMoeSm90StreamNeeds = std::span(kFusedMoeSm90SplitNeeds).subspan(2);
 
 // As cuda.grouped, in products of warp groups.
 inline constexpr Need kFusedMoeSm90WideNeeds[] = {
@@ -208,7 +215,10 @@ inline constexpr Need kFusedMoeSm90WideNeeds[] = {
 
 inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
 #if VIVACE_CUDA
-    {"sm90.stream", Device::cuda, kFusedMoeSm90Needs, fused_moe_sm90,
+    {"sm90.split", Device::cuda, kFusedMoeSm90SplitNeeds, fused_moe_sm90_split,
+     "as sm90.stream, but four warps share k of gate and up: a few tokens have too few columns for all warps",
+     fused_moe_gpu_workspace_bytes},
+    {"sm90.stream", Device::cuda, kFusedMoeSm90StreamNeeds, fused_moe_sm90_stream,
      "each warp streams weights through a ring of its own; two launches, a CTA has columns of y for all "
      "experts",
      fused_moe_gpu_workspace_bytes},
