@@ -240,9 +240,14 @@ class Vllm(unittest.TestCase):
         self.assertFalse(router._takes(gate, x.float()))
         scores = vivace.router_gemm(x, vivace.RouterWeight((gate.weight,), "exact"))
         close(self, number(scores), number(x) @ number(gate.weight).T, 1e-5)
+        for asked, given in ((None, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+            gate.out_dtype = asked
+            self.assertEqual(router.logits(gate, x).dtype, given)
+        gate.out_dtype = torch.float32
         self.assertFalse(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None}), x))  # not asked for
         self.want("router")
         self.assertTrue(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None}), x))
+        self.assertTrue(router._takes(types.SimpleNamespace(**{**gate.__dict__, "_vivace": None, "out_dtype": None}), x))
         for changes, words in (({"is_unquantized": False}, "quantised"), ({"bias": x}, "a bias"), ({"weight": x.float()}, "torch.float32,"),
                                ({"out_dtype": torch.float16}, "logits are torch.float16")):
             with self.assertLogs("vivace", "WARNING") as logs:

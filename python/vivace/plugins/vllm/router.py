@@ -19,12 +19,15 @@ def register() -> None:
     def forward(self: Any, x: torch.Tensor) -> Any:
         if not _takes(self, x):
             return original(self, x)
-        scores = vivace.router_gemm(x, vivace.RouterWeight((self.weight,), "exact"),
-                                    out_dtype="bf16" if self.out_dtype == torch.bfloat16 else "f32")
-        return self._return(scores)
+        return self._return(logits(self, x))
 
     forward.vivace = True
     GateLinear.forward = forward
+
+
+def logits(gate: Any, x: torch.Tensor) -> torch.Tensor:
+    """In the type that the model asked for; in x's, which is bf16, where it asked for none."""
+    return vivace.router_gemm(x, vivace.RouterWeight((gate.weight,), "exact"), out_dtype="f32" if gate.out_dtype == torch.float32 else "bf16")
 
 
 def _takes(gate: Any, x: torch.Tensor) -> bool:
@@ -48,6 +51,6 @@ def _problem_of(gate: Any) -> str:
         return "it has a bias"
     if gate.weight.dtype != torch.bfloat16:
         return f"its weight is {gate.weight.dtype}, torch.bfloat16 is known"
-    if gate.out_dtype not in (torch.float32, torch.bfloat16):
+    if gate.out_dtype not in (None, torch.float32, torch.bfloat16):  # without one, the type of x
         return f"its logits are {gate.out_dtype}, torch.float32 and torch.bfloat16 are known"
     return ""
