@@ -44,8 +44,10 @@ struct LastRow {
   const int32_t *start = nullptr, *rows = nullptr;
 };
 
-/// part.wide in blocks of 128 as fp8 in part.hidden with made scales in part.scales.
+/// part.wide in blocks of 128 as fp8 in part.hidden with made scales in part.scales. The next kernel may start as soon as this
+/// one's CTAs have an SM, or when the kernel ahead has ended.
 Status requantise(const Scratch::Part& part, int64_t rows, int64_t intermediate, int64_t block_offset,
-                  const LastRow& last, const Stream& stream);
+                  const LastRow& last, const Stream& stream, bool next_starts_early = true);
+int64_t requantise_ctas(int64_t rows, int64_t blocks);
 
 }  // namespace vivace

@@ -24,12 +24,14 @@ struct QuantiseParams {
   int64_t stride, intermediate, blocks, block_offset;
   const int32_t *last_start, *last_rows;  // null: `rows` rows
   int64_t rows;
+  bool next_starts_early;
 };
 
 /// A warp per row and block. Rows past the last expert's are not there.
 __global__ __launch_bounds__(kThreads) void quantise_kernel(const __grid_constant__ QuantiseParams p) {
-  let_next_kernel_start();
+  if (p.next_starts_early) let_next_kernel_start();
   wait_for_previous_kernel();
+  if (!p.next_starts_early) let_next_kernel_start();
   const int64_t task = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int64_t row = task / p.blocks, block = task % p.blocks;
@@ -57,8 +59,12 @@ __global__ __launch_bounds__(kThreads) void quantise_kernel(const __grid_constan
 
 }  // namespace
 
+int64_t requantise_ctas(int64_t rows, int64_t blocks) {
+  return (rows * blocks + kWarps - 1) / kWarps;
+}
+
 Status requantise(const Scratch::Part& part, int64_t rows, int64_t intermediate, int64_t block_offset,
-                  const LastRow& last, const Stream& stream) {
+                  const LastRow& last, const Stream& stream, bool next_starts_early) {
   QuantiseParams q;
   q.wide = part.wide;
   q.hidden = static_cast<fp8*>(part.hidden);
@@ -70,7 +76,8 @@ Status requantise(const Scratch::Part& part, int64_t rows, int64_t intermediate,
   q.last_start = last.start;
   q.last_rows = last.rows;
   q.rows = rows;
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>((rows * q.blocks + kWarps - 1) / kWarps)),
+  q.next_starts_early = next_starts_early;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(requantise_ctas(rows, q.blocks))),
                           .block = dim3(kThreads),
                           .overlap_previous = true};
   return launch("fused_moe requantisation", quantise_kernel, shape, stream, q);

@@ -408,10 +408,18 @@ Status run(const FusedMoeArgs& args, const Scratch& scratch, bool split, const S
                         : run_gate_up<Few, 1>(p, stream)));
   }
   if constexpr (kBlockScales) {
+    VIVACE_TRY_ASSIGN(const device::DeviceInfo* device, device::device_info(stream.ordinal));
+    // Beside gate and up for few rows an SM has registers for a CTA of down or for one that quantises. Where the latter are on a part
+    // of the SMs, down would crowd on the others.
+    const int64_t ctas = (routed ? requantise_ctas(p.pairs, p.routed.scale_blocks) : 0) +
+                         (p.shared_slots > 0 ? requantise_ctas(p.tokens, p.shared.scale_blocks) : 0);
+    const bool early = !few || ctas <= device->sms / 16 || ctas >= device->sms * 7 / 8;
     if (routed)
-      VIVACE_TRY(requantise(scratch.routed, p.pairs, p.routed.intermediate, p.block_offset, {}, stream));
+      VIVACE_TRY(
+          requantise(scratch.routed, p.pairs, p.routed.intermediate, p.block_offset, {}, stream, early));
     if (p.shared_slots > 0)
-      VIVACE_TRY(requantise(scratch.shared, p.tokens, p.shared.intermediate, p.block_offset, {}, stream));
+      VIVACE_TRY(
+          requantise(scratch.shared, p.tokens, p.shared.intermediate, p.block_offset, {}, stream, early));
   }
   return few ? run_down<Shape<E, kBlockScales, 2, 1, 2>>(p, stream)
              : run_down<Shape<E, kBlockScales, 2, 2, 3>>(p, stream);
