@@ -80,10 +80,18 @@ static PyObject* use(PyObject* module, PyObject* args) {
 
 /* --- a site: an operator, and the types that are taken apart --- */
 
-enum { MOST_BYTES = 4096, MOST_TYPES = 4, NOT_HERE = -1 };
+enum { MOST_BYTES = 4096, MOST_TYPES = 4, MOST_PARAMETERS = 32, NOT_HERE = -1 };
 
 typedef vivace_code (*Run)(const void* args, const vivace_stream* stream);
 typedef vivace_code (*WorkspaceBytes)(const void* args, const vivace_stream* stream, int64_t* bytes);
+
+/* A parameter of the operator's Python function: its name, whether it must be given, and the neighbouring arguments that it gives, more than
+ * one as a tuple. */
+typedef struct {
+  PyObject* name;
+  int required;
+  Py_ssize_t first, count;
+} Parameter;
 
 typedef struct {
   Run run;
@@ -92,17 +100,23 @@ typedef struct {
   uint64_t args_bytes;
   Py_ssize_t count, workspace; /* arguments, and which of them is a workspace; -1: none */
   char kinds[256];             /* of each: t, i or f */
+  uint16_t places[256];        /* of each in the struct */
   PyObject* is_lazy; /* is_lazy(tensor): whether its numbers are others than its memory's; null: never */
   Py_ssize_t type_count;
   PyTypeObject* types[MOST_TYPES];
+  Py_ssize_t parameter_count, positional; /* the first of them may be given by position */
+  Parameter parameters[MOST_PARAMETERS];
+  _Alignas(8) char defaults[MOST_BYTES]; /* the struct, where no parameter is given */
 } Site;
 
 static const char* const SITE = "vivace._call.Site";
 
 /* Whether the numbers of `object` are those in its memory. Those of z.conj().imag are not, a view which torch negates when it reads it. Like
- * all parts of complex numbers it has even strides, so that only such tensors are asked. */
+ * all parts of complex numbers they are floats at even strides, so that only such tensors are asked. */
 static int is_plain(const Site* site, PyObject* object, const vivace_tensor* tensor) {
-  if (site->is_lazy == NULL) return 1;
+  const int floats =
+      tensor->dtype == VIVACE_F32 || tensor->dtype == VIVACE_F16 || tensor->dtype == VIVACE_BF16;
+  if (site->is_lazy == NULL || !floats) return 1;
   for (int i = 0; i < tensor->rank; ++i) {
     if (tensor->shape[i] > 1 && tensor->stride[i] % 2 != 0) return 1;
   }
@@ -137,13 +151,13 @@ static int take_apart(const Site* site, PyObject* object, vivace_tensor* out) {
   return out->dtype != 0 && is_plain(site, object, out);
 }
 
-/* Whether `object` is a plain number that fits. */
+/* Whether `object` is a number that fits: a float, an int or a bool. */
 static int pack_number(PyObject* object, char kind, void* out) {
   if (kind == 'f' && PyFloat_CheckExact(object)) {
     *(double*)out = PyFloat_AsDouble(object);
     return 1;
   }
-  if (!PyLong_CheckExact(object)) return 0;
+  if (!PyLong_Check(object)) return 0;
   if (kind == 'f') {
     *(double*)out = PyLong_AsDouble(object);
   } else {
@@ -152,30 +166,31 @@ static int pack_number(PyObject* object, char kind, void* out) {
   return PyErr_Occurred() == NULL;
 }
 
-/* Whether the values became `args`; the place of `stream` is then that of the first tensor. This may run Python. */
-static int pack(const Site* site, PyObject* values, char* args, vivace_stream* stream) {
-  memset(args, 0, site->args_bytes);
-  memcpy(args, &site->args_bytes, sizeof(site->args_bytes));
-  const vivace_tensor* first = NULL;
-  char* place = args + sizeof(site->args_bytes);
-  for (Py_ssize_t i = 0; i < site->count; ++i) {
-    PyObject* value = PyTuple_GetItem(values, i);
-    if (site->kinds[i] != 't') {
-      if (!pack_number(value, site->kinds[i], place)) return 0;
-      place += 8;
-      continue;
-    }
-    vivace_tensor* tensor = (vivace_tensor*)place;
-    place += sizeof(*tensor);
-    if (value == Py_None) continue;
-    if (!take_apart(site, value, tensor)) return 0;
-    if (first == NULL) first = tensor;
-  }
-  if (first == NULL) return 0;
+/* Whether `value` became argument `i` of `args`. This may run Python. */
+static int pack_value(const Site* site, PyObject* value, Py_ssize_t i, char* args) {
+  void* place = args + site->places[i];
+  if (site->kinds[i] != 't') return pack_number(value, site->kinds[i], place);
+  return value == Py_None || take_apart(site, value, place);
+}
+
+/* Whether the stream became the one of the first argument, a tensor. */
+static int find_stream(const Site* site, const char* args, vivace_stream* stream) {
+  const vivace_tensor* first = (const vivace_tensor*)(args + site->places[0]);
+  if (site->kinds[0] != 't' || first->dtype == 0) return 0;
   stream->device = first->device;
   stream->ordinal = first->ordinal;
   return first->device == VIVACE_DEVICE_CPU ||
          site->exchange->current_stream(DL_CUDA, first->ordinal, &stream->handle) == 0;
+}
+
+/* Whether the values became `args`. */
+static int pack(const Site* site, PyObject* values, char* args) {
+  memset(args, 0, site->args_bytes);
+  memcpy(args, &site->args_bytes, sizeof(site->args_bytes));
+  for (Py_ssize_t i = 0; i < site->count; ++i) {
+    if (!pack_value(site, PyTuple_GetItem(values, i), i, args)) return 0;
+  }
+  return 1;
 }
 
 /* What vivace_OP returns; NOT_HERE where it needs a workspace that is not `given`, or does not say. */
@@ -183,6 +198,24 @@ static vivace_code run(const Site* site, const void* args, const vivace_stream* 
   int64_t needed = 0;
   if (!given && (site->workspace_bytes(args, stream, &needed) != VIVACE_OK || needed != 0)) return NOT_HERE;
   return site->run(args, stream);
+}
+
+/* The code of a call that was packed (`packed`: that worked), which ends the exception of a value that is not plain. */
+static PyObject* finish(const Site* site, int packed, const char* args, int given) {
+  vivace_stream stream = {.context = context};
+  vivace_code code = NOT_HERE;
+  PyObject* owner = Py_XNewRef(context_owner); /* another may come while this finds its stream and runs */
+  if (owner != NULL && packed && find_stream(site, args, &stream)) {
+    PyThreadState* state = PyEval_SaveThread();
+    code = run(site, args, &stream, given);
+    PyEval_RestoreThread(state);
+  }
+  Py_XDECREF(owner);
+  if (PyErr_Occurred() != NULL) { /* of a value that is not plain, or of something else */
+    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return NULL;
+    PyErr_Clear();
+  }
+  return PyLong_FromLong(code);
 }
 
 /* site(values) -> code: NOT_HERE where the values are not all plain; else what vivace_OP returned. */
@@ -193,27 +226,59 @@ static PyObject* call(PyObject* capsule, PyObject* values) {
     PyErr_Format(PyExc_TypeError, "vivace._call: needs a tuple of %zd values", site->count);
     return NULL;
   }
-  if (context_owner == NULL) return PyLong_FromLong(NOT_HERE);
-  PyObject* owner = Py_NewRef(context_owner); /* another may come while this packs and runs */
   _Alignas(8) char args[MOST_BYTES];
-  vivace_stream stream = {.context = context};
-  vivace_code code = NOT_HERE;
-  if (pack(site, values, args, &stream)) {
-    const int given = site->workspace < 0 || PyTuple_GetItem(values, site->workspace) != Py_None;
-    PyThreadState* state = PyEval_SaveThread();
-    code = run(site, args, &stream, given);
-    PyEval_RestoreThread(state);
+  const int packed = pack(site, values, args);
+  return finish(site, packed, args,
+                site->workspace < 0 || PyTuple_GetItem(values, site->workspace) != Py_None);
+}
+
+/* The objects that the parameters are given; null where none is. Whether all have a place, and those that are required are there and not None. */
+static int find_given(const Site* site, PyObject* args, PyObject* kwargs, PyObject** given) {
+  const Py_ssize_t positions = PyTuple_Size(args);
+  if (positions > site->positional) return 0;
+  for (Py_ssize_t i = 0; i < positions; ++i) given[i] = PyTuple_GetItem(args, i);
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0; kwargs != NULL && PyDict_Next(kwargs, &at, &name, &value);) {
+    Py_ssize_t i = 0; /* names are interned */
+    while (i < site->parameter_count && site->parameters[i].name != name) ++i;
+    if (i == site->parameter_count || given[i] != NULL) return 0;
+    given[i] = value;
   }
-  Py_DECREF(owner);
-  if (PyErr_Occurred() != NULL) { /* of a value that is not plain, or of something else */
-    if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)) return NULL;
-    PyErr_Clear();
+  for (Py_ssize_t i = 0; i < site->parameter_count; ++i) {
+    if (site->parameters[i].required && (given[i] == NULL || given[i] == Py_None)) return 0;
   }
-  return PyLong_FromLong(code);
+  return 1;
+}
+
+static int pack_parameter(const Site* site, const Parameter* parameter, PyObject* value, char* args) {
+  if (parameter->count == 1) return pack_value(site, value, parameter->first, args);
+  if (!PyTuple_Check(value) || PyTuple_Size(value) != parameter->count) return 0;
+  for (Py_ssize_t i = 0; i < parameter->count; ++i) {
+    if (!pack_value(site, PyTuple_GetItem(value, i), parameter->first + i, args)) return 0;
+  }
+  return 1;
+}
+
+/* direct(*args, **kwargs) -> code: of the arguments of the operator's Python function. */
+static PyObject* direct(PyObject* capsule, PyObject* args, PyObject* kwargs) {
+  const Site* site = PyCapsule_GetPointer(capsule, SITE);
+  if (site == NULL) return NULL;
+  PyObject* given[MOST_PARAMETERS] = {NULL};
+  if (!find_given(site, args, kwargs, given)) return PyLong_FromLong(NOT_HERE);
+  _Alignas(8) char packed[MOST_BYTES];
+  memcpy(packed, site->defaults, site->args_bytes);
+  int ok = 1, workspace = site->workspace < 0;
+  for (Py_ssize_t i = 0; ok && i < site->parameter_count; ++i) {
+    if (given[i] == NULL) continue;
+    ok = pack_parameter(site, &site->parameters[i], given[i], packed);
+    workspace |= site->parameters[i].first == site->workspace && given[i] != Py_None;
+  }
+  return finish(site, ok, packed, workspace);
 }
 
 static void free_site(PyObject* capsule) {
   Site* site = PyCapsule_GetPointer(capsule, SITE);
+  for (Py_ssize_t i = 0; i < site->parameter_count; ++i) Py_DECREF(site->parameters[i].name);
   for (Py_ssize_t i = 0; i < site->type_count; ++i) Py_DECREF(site->types[i]);
   Py_XDECREF(site->is_lazy);
   PyMem_Free(site);
@@ -222,11 +287,14 @@ static void free_site(PyObject* capsule) {
 static int fill_site(Site* site, const char* kinds, PyObject* types) {
   site->count = (Py_ssize_t)strlen(kinds);
   site->args_bytes = sizeof(site->args_bytes);
-  for (const char* kind = kinds; *kind != '\0'; ++kind)
-    site->args_bytes += *kind == 't' ? sizeof(vivace_tensor) : 8;
   const Py_ssize_t type_count = PyTuple_Size(types);
-  if (site->count >= (Py_ssize_t)sizeof(site->kinds) || site->args_bytes > MOST_BYTES ||
-      type_count > MOST_TYPES) {
+  int fits = site->count <= (Py_ssize_t)sizeof(site->kinds) && type_count <= MOST_TYPES;
+  for (Py_ssize_t i = 0; fits && i < site->count; ++i) {
+    site->places[i] = (uint16_t)site->args_bytes;
+    site->args_bytes += kinds[i] == 't' ? sizeof(vivace_tensor) : 8;
+    fits = site->args_bytes <= MOST_BYTES;
+  }
+  if (!fits) {
     PyErr_SetString(PyExc_ValueError,
                     "vivace._call: there are more arguments or types than any operator has");
     return 0;
@@ -278,6 +346,56 @@ static PyObject* make(PyObject* module, PyObject* args) {
   return made;
 }
 
+/* Adds (name, required, first, count), or sets an exception. */
+static int add_parameter(Site* site, PyObject* described) {
+  Parameter made;
+  if (!PyTuple_Check(described)) {
+    PyErr_SetString(PyExc_TypeError,
+                    "vivace._call: a parameter is a tuple: name, required, first argument, number of them");
+    return 0;
+  }
+  if (!PyArg_ParseTuple(described, "Upnn", &made.name, &made.required, &made.first, &made.count)) return 0;
+  if (site->parameter_count == MOST_PARAMETERS || made.first < 0 || made.count < 1 ||
+      made.count > site->count - made.first) {
+    PyErr_SetString(PyExc_ValueError,
+                    "vivace._call: a parameter gives no arguments, or there are more than any operator has");
+    return 0;
+  }
+  Py_INCREF(made.name);
+  PyUnicode_InternInPlace(&made.name);
+  site->parameters[site->parameter_count++] = made;
+  return 1;
+}
+
+static PyMethodDef DIRECT = {"direct", (PyCFunction)(void (*)(void))direct, METH_VARARGS | METH_KEYWORDS,
+                             NULL};
+
+/* bind(site, parameters, positional, values) -> direct, once for a site: parameters are (name, required, first, count), `positional` of them
+ * may be given by position; `values` are the arguments where none is given. */
+static PyObject* bind(PyObject* module, PyObject* args) {
+  PyObject *made, *parameters, *values;
+  Py_ssize_t positional;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "O!O!nO!", &PyCFunction_Type, &made, &PyTuple_Type, &parameters, &positional,
+                        &PyTuple_Type, &values))
+    return NULL;
+  PyObject* capsule = PyCFunction_GetSelf(made);
+  Site* site =
+      capsule != NULL && PyCapsule_IsValid(capsule, SITE) ? PyCapsule_GetPointer(capsule, SITE) : NULL;
+  if (site == NULL || site->parameter_count != 0 || PyTuple_Size(values) != site->count ||
+      positional > PyTuple_Size(parameters) || positional < 0) {
+    PyErr_SetString(PyExc_ValueError, "vivace._call: needs a site that has no parameters, and its values");
+    return NULL;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_Size(parameters); ++i) {
+    if (!add_parameter(site, PyTuple_GetItem(parameters, i))) return NULL;
+  }
+  site->positional = positional;
+  if (pack(site, values, site->defaults)) return PyCFunction_New(&DIRECT, capsule);
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "vivace._call: the values are not plain");
+  return NULL;
+}
+
 static int load(PyObject* module) {
   static int loaded = 0;
   (void)module;
@@ -289,8 +407,10 @@ static int load(PyObject* module) {
   return 0;
 }
 
-static PyMethodDef METHODS[] = {
-    {"make", make, METH_VARARGS, NULL}, {"use", use, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMethodDef METHODS[] = {{"make", make, METH_VARARGS, NULL},
+                                {"bind", bind, METH_VARARGS, NULL},
+                                {"use", use, METH_VARARGS, NULL},
+                                {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void*)load}, {0, NULL}};
 static struct PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT, "vivace._call", NULL, 0, METHODS, SLOTS, NULL, NULL, NULL};

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import pathlib
 import struct
 import sys
 import threading
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple
 
 from . import _arrays
 from ._operators import OPERATORS, Operator
@@ -209,6 +210,9 @@ class Entry:
         self._workspace_bytes = self._function("_workspace_bytes") if operator.workspace is not None else None
         # Runs the operator and returns the call's code, or -1 for values that are not plain and a workspace that is needed and not given.
         self.quick: Callable[[tuple], int] = lambda values: -1
+        # The same of what the operator's Python function is given, its output too; None where there is no such way.
+        self.direct: Callable[..., int] | None = None
+        self._parameters: tuple | None = None
 
     def _function(self, suffix: str) -> Any:
         function = getattr(LIBRARY, f"vivace_{self.operator.name}{suffix}")
@@ -258,6 +262,22 @@ class Entry:
         framework = _arrays.framework_of(values[0])
         return self._parts(values, framework), stream_bytes(framework.place(values[0]))
 
+    def take_parameters(self, signature: inspect.Signature, names: Mapping[str, str]) -> None:
+        """Of the operator's Python function, each argument of which is that of the library of its name, or as `names` has it; the result is
+        its parameter `out`. Arguments of the library without a parameter are 0.
+        """
+        arguments, where = self.operator.arguments, {}
+        for i, argument in enumerate(arguments):
+            where.setdefault("params" if argument.name.startswith("params_") else names.get(argument.name, argument.name), []).append(i)
+        known = [parameter for name, parameter in signature.parameters.items() if name in where]
+        values: list[Any] = [None if argument.kind == "tensor" else 0 for argument in arguments]
+        for parameter in known:
+            if parameter.default not in (parameter.empty, None):
+                values[where[parameter.name][0]] = parameter.default
+        described = tuple((parameter.name, parameter.default is parameter.empty or parameter.name == "out", where[parameter.name][0],
+                           len(where[parameter.name])) for parameter in known)
+        self._parameters = (described, sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in known), tuple(values))
+
     def take_apart(self, exchange: int, types: tuple[type, ...], is_lazy: Callable[[Any], bool] | None = None) -> None:
         """From now on quick() takes tensor objects of these types, which DLPack's C exchange knows. `is_lazy` is asked of those with even
         strides, whether their numbers are others than those in memory: such are not taken.
@@ -267,6 +287,8 @@ class Entry:
             kinds = "".join("t" if a.kind == "tensor" else "f" if a.kind == "float" else "i" for a in self.operator.arguments)
             workspace = -1 if self.operator.workspace is None else self.operator.workspace
             self.quick = _call.make(run, workspace_bytes, exchange, kinds, workspace, types, is_lazy)
+            if self._parameters is not None:
+                self.direct = _call.bind(self.quick, *self._parameters)
 
     def run(self, values: tuple) -> None:
         """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import math
 import sys
 from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
@@ -46,25 +47,34 @@ class Operator(Generic[P, R]):
 
     `build` checks and allocates: it returns the arguments in the order of the library's struct, and beside them what its annotation
     says, which is what the call returns. `dims` has how many dimensions the arrays have that it takes apart, `names` what it calls an
-    argument that the library calls otherwise.
+    argument that the library calls otherwise. Where it is `plain`, it does no more than Entry.take_parameters says.
     """
 
-    def __init__(self, name: str, build: Callable[P, R], dims: dict[str, int], names: dict[str, str]) -> None:
+    def __init__(self, name: str, build: Callable[P, R], dims: dict[str, int], names: dict[str, str], plain: bool = False) -> None:
         self.name = name
         self._entry = _library.ENTRIES[name]
         self._build: Any = build
         self._leaves_rows = name in _LEAVE_ROWS
         self._dims, self._names = dims, names
+        if plain:
+            self._entry.take_parameters(inspect.signature(build), names)
         functools.update_wrapper(self, build)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            entry, traced = self._entry, _arrays.traced()
+            if not traced and entry.direct is not None:
+                code = entry.direct(*args, **kwargs)
+                if code == 0:
+                    return kwargs["out"]
+                if code > 0:
+                    _library.check(code)
             values, result = self._build(*args, **kwargs)
             if self._leaves_rows and kwargs.get("out") is None:
                 clear(result)
-            code = -1 if _arrays.traced() else self._entry.quick(values)
+            code = -1 if traced else entry.quick(values)
             if code < 0:
-                framework_of(values[0]).run(self._entry, values)
+                framework_of(values[0]).run(entry, values)
             elif code:
                 _library.check(code)
         except REFUSALS as error:
@@ -93,8 +103,8 @@ class Operator(Generic[P, R]):
         return f"<vivace operator {self.name}>"
 
 
-def _operator(dims: dict[str, int], **names: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    return lambda build: Operator(build.__name__, build, dims, names)
+def _operator(dims: dict[str, int], plain: bool = False, **names: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    return lambda build: Operator(build.__name__, build, dims, names, plain)
 
 
 def _scaling(place: str, scaling: str, name: str, array: Array) -> int:
@@ -124,7 +134,7 @@ def empty_scale(like: Array, shape: Sequence[int], scaling: str) -> Array:
     return empty(like, (tokens,) if scaling == "token" else (tokens, _blocks(width)), "f32")
 
 
-@_operator({}, y="out", y_scale="out_scale")
+@_operator({}, plain=True, y="out", y_scale="out_scale")
 def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: float = 1e-6, out: Array | None = None,
              out_scale: Array | None = None, scaling: str = "tensor") -> Array:
     """residual += x and v = residual, or v = x; then out = v / sqrt(mean(v * v) + eps) * weight.
@@ -197,7 +207,7 @@ linear_parts = Operator("linear", _linear_parts, {"x": 2}, {r"parts\[(\d)\]\.y":
                                                           r"parts\[(\d)\]\.(\w+)": r"\2s[\1]"})
 
 
-@_operator({"ids": 1, "table": 2}, y="out")
+@_operator({"ids": 1, "table": 2}, plain=True, y="out")
 def embedding(ids: Array, table: Array, *, out: Array | None = None, out_dtype: str | None = None) -> Array:
     """out[t] = table[ids[t]].
 
@@ -250,7 +260,7 @@ def _attention_output(q: Array, out: Array | None) -> Array:
     return empty(q, shape_of(q), "bf16" if dtype_of(q) == "fp8_e4m3" else dtype_of(q))
 
 
-@_operator({}, output="out")
+@_operator({}, plain=True, output="out")
 def attention_prefill(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, *,
                       q_scale: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
                       sinks: Array | None = None, softmax_scale: float = 0.0, window: int = 0, soft_cap: float = 0.0,
@@ -289,7 +299,7 @@ def decode_schedule_ints(max_requests: int, workers: int) -> int:
     return 16 + 4 * (workers + 1) + (workers + 7) // 8 * 8 + 4 * (max_requests + 1)  # in Python, so that torch can trace it
 
 
-@_operator({"kv_lengths": 1}, schedule="out")
+@_operator({"kv_lengths": 1}, plain=True, schedule="out")
 def decode_schedule(kv_lengths: Array, query_start: Array, params: DecodeScheduleParams, *, out: Array | None = None) -> Array:
     """Cuts the key tiles of all requests and KV heads into one run per worker: once per step and distinct window.
 
@@ -301,7 +311,7 @@ def decode_schedule(kv_lengths: Array, query_start: Array, params: DecodeSchedul
     return (kv_lengths, query_start, out, *params), out
 
 
-@_operator({}, output="out")
+@_operator({}, plain=True, output="out")
 def attention_decode(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, schedule: Array,
                      params: DecodeScheduleParams, *, q_scale: Array | None = None, k_scale: Array | None = None,
                      v_scale: Array | None = None, sinks: Array | None = None, softmax_scale: float = 0.0, window: int = 0,
@@ -512,7 +522,7 @@ def fused_moe(x: Array, gate_up: Array, down: Array, expert_ids: Array, expert_w
             int(batch_invariant)), out
 
 
-@_operator({"x": 2, "weight": 3}, y="out")
+@_operator({"x": 2, "weight": 3}, plain=True, y="out")
 def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array, *, x_scale: Array | None = None,
                  weight_scale: Array | None = None, batch_invariant: bool = False, out: Array | None = None,
                  out_dtype: str | None = None) -> Array:
@@ -529,7 +539,7 @@ def grouped_gemm(x: Array, weight: Array, group_start: Array, group_rows: Array,
     return (x, weight, group_start, group_rows, x_scale, weight_scale, out, int(batch_invariant)), out
 
 
-@_operator({}, y="out", y_scale="out_scale")
+@_operator({}, plain=True, y="out", y_scale="out_scale")
 def silu_mul(gate: Array, up: Array, *, out: Array | None = None, out_scale: Array | None = None, scaling: str = "tensor") -> Array:
     """out = silu(gate) * up.
 

@@ -80,12 +80,13 @@ def _through_torch(entry: _library.Entry, values: tuple) -> None:
 
 def _recorded() -> bool:
     """Whether somebody records what torch is asked for: a compiler, torch.jit.trace, or a dispatch mode (make_fx, a FLOP counter)."""
-    return torch.compiler.is_compiling() or _modes() > 0 or _tracing() is not None
+    return _compiling() or _modes() > 0 or _tracing()
 
 
+_compiling = torch.compiler.is_compiling
 # Of torch's own modules; without them none is seen.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_tracing = getattr(torch._C, "_get_tracing_state", lambda: None)
+_tracing = getattr(torch._C, "_is_tracing", lambda: False)
 
 
 def _run(entry: _library.Entry, values: tuple) -> None:

@@ -97,12 +97,15 @@ class Calls(unittest.TestCase):
         call = site()
         for place, value in [(0, Tensor([1, 2], [1, 2], kind=DOUBLE)), (0, Tensor([1, 2], [1] * 5 + [2])), (0, Tensor([1, 2], [1, 2], device=9)),
                              (0, Tensor([1, 2], [1, 2], device=0)), (0, Tensor([1, 2], [1, 2], device=2)), (0, Other([1, 2], [1, 2])), (0, 5),
-                             (2, Tensor([1, 2], [2], kind=(2, 32, 4))), (5, 0.0), (5, True), (5, 2**63), (6, "0"), (6, 10**400), (6, None)]:
+                             (2, Tensor([1, 2], [2], kind=(2, 32, 4))), (5, 0.0), (5, 2**63), (6, "0"), (6, 10**400), (6, None)]:
             values = [self.x, None, self.weight, self.y, None, 0, 0.0]
             values[place] = value
             self.assertEqual(call(tuple(values)), -1, (place, value))
         self.assertEqual(call((None,) * 5 + (0, 0.0)), -1)  # where would it run?
         self.assertEqual(list(self.y.memory), [0, 0])
+
+    def test_a_bool_is_a_number(self):
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, False, True)), 0)
 
     def test_needs_as_many_values_as_arguments(self):
         for wrong in ((), (self.x,), [self.x, None, self.weight, self.y, None, 0, 0.0], None):
@@ -119,6 +122,73 @@ class Calls(unittest.TestCase):
         for place in (4, 7):
             with self.assertRaisesRegex(ValueError, "the workspace is no argument, or"):
                 site(workspace=place)
+
+    def bound(self, operator, run):
+        """The two ways into `run` of an operator of which take_parameters knows: by its values, and by what Python is given."""
+        entry = operator._entry
+        kinds = "".join(argument.kind[0] for argument in entry.operator.arguments)
+        call = _call.make(address(run), 0, ctypes.addressof(EXCHANGE), kinds, -1, (Tensor,), None)
+        return call, _call.bind(call, *entry._parameters)
+
+    def test_direct_calls_pack_what_python_does(self):
+        packed, seen = [], set()
+
+        @RUN
+        def run(args, stream):
+            packed.append(ctypes.string_at(args, entry.struct_bytes))
+            return 7
+
+        for operator in (found for found in vars(vivace).values() if isinstance(found, vivace.Operator)):
+            entry = operator._entry
+            if entry._parameters is None or operator.name in seen:
+                continue
+            seen.add(operator.name)
+            call, direct = self.bound(operator, run)
+            parameters, positional, _ = entry._parameters
+            given = {}  # something else for each
+            for name, _, first, count in parameters:
+                kind = entry.operator.arguments[first].kind
+                given[name] = (tuple(range(first, first + count)) if count > 1 else first + 1.5 if kind == "float" else first + 1 if kind == "int"
+                               else Tensor([1, 2], [1, 2], first=first % 2, strides=[first + 2, 1]))
+            needed = {name: given[name] for name, required, *_ in parameters if required}
+            for options in (given, needed, {**needed, parameters[-1][0]: given[parameters[-1][0]]}):
+                args = [options[name] for name, *_ in parameters[:positional] if name in options]
+                named = {name: value for name, value in options.items() if name not in [name for name, *_ in parameters[:len(args)]]}
+                for way in (lambda: direct(*args, **named), lambda: direct(**options), lambda: call(operator._build(*args, **named)[0])):
+                    self.assertEqual(way(), 7, operator)
+                self.assertEqual(packed, [packed[0]] * 3, operator)
+                packed.clear()
+        self.assertEqual(seen, {"rms_norm", "embedding", "attention_prefill", "attention_decode", "decode_schedule", "grouped_gemm", "silu_mul"})
+
+    def test_what_a_direct_call_leaves(self):
+        x, weight, y = self.x, self.weight, self.y
+        _, direct = self.bound(vivace.rms_norm, ENTRY._run)
+        self.assertEqual(direct(x, weight, eps=0.0, out=y), 0)
+        self.assertAlmostEqual(y.memory[1], 8 / 12.5**0.5, places=6)
+        for args, options in [((x, weight), {}), ((x, weight), {"out": None}), ((x,), {"out": y}), ((x, None), {"out": y}), ((x, weight, x), {"out": y}),
+                              ((x, weight), {"out": y, "weight": weight}), ((x, weight), {"out": y, "scaling": "tensor"}), ((), {"out": y}),
+                              ((x, weight), {"out": y, "eps": None}), ((x, weight), {"out": y, "".join(["ep", "s"]): 0.0}), ((x, 5), {"out": y})]:
+            self.assertEqual(direct(*args, **options), -1, (args, options))
+        params = vivace.DecodeScheduleParams()
+        _, direct = self.bound(vivace.decode_schedule, _library.ENTRIES["decode_schedule"]._run)
+        for wrong in (params[:6], list(params), (*params[:6], "0"), None):
+            self.assertEqual(direct(x, x, wrong, out=y), -1, wrong)
+        self.assertEqual(direct(x, x, params, out=y), 1)
+
+    def test_what_cannot_be_bound(self):
+        parameters, positional, values = ENTRY._parameters
+        for wrong in ((parameters, 9, values), (parameters, -1, values), (parameters, 2, values[1:]), ((("x", True, 7, 1),), 0, values),
+                      ((("x", True, 5, 3),), 0, values), ((("x", True, 0, 0),), 0, values), (parameters * 8, 2, values), (parameters, 2, (*values[:-1], "0"))):
+            with self.assertRaises(ValueError):
+                _call.bind(site(), *wrong)
+        with self.assertRaises(TypeError):
+            _call.bind(site(), (5,), 0, values)
+        with self.assertRaises(ValueError):
+            _call.bind(_call.use, parameters, positional, values)
+        call = site()
+        _call.bind(call, parameters, positional, values)
+        with self.assertRaisesRegex(ValueError, "has no parameters"):
+            _call.bind(call, parameters, positional, values)
 
     def test_what_the_library_is_given(self):
         given = []

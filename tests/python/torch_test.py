@@ -6,6 +6,7 @@
 import subprocess
 import sys
 import unittest
+import unittest.mock
 
 import package
 
@@ -86,6 +87,25 @@ class Torch(unittest.TestCase):
                 self.assertEqual(bits(cases.results_of(result)), bits(cases.call(case, maker(device))[0]), case.name)
                 tried += 1
         self.assertGreater(tried, 20)
+
+    def test_calls_with_an_output_go_to_c_as_they_are(self):
+        self.quick("rms_norm")
+        names = set()
+        for device in DEVICES:
+            for case in runnable(device):
+                if case.operator is vivace.decode_attention or case.operator._entry._parameters is None:
+                    continue
+                args, options = cases.built(case.args, maker(device)), cases.built(case.options, maker(device))
+                if options.get("scaling", "tensor") != "tensor" or "out_dtype" in options:
+                    continue
+                place, needed = OPERATORS[case.operator.name].workspace, case.operator.workspace_bytes(*args, **options)
+                out = torch.zeros_like(case.operator._build(*args, **options)[1])
+                scratch = {"workspace": torch.empty(needed, dtype=torch.uint8, device=device)} if place is not None else {}
+                with unittest.mock.patch.object(case.operator._entry, "quick", None):  # which would be next
+                    self.assertIs(case.operator(*args, **{**options, "out": out, **scratch}), out)
+                self.assertEqual(bits([out]), bits(cases.call(case, maker(device))[0]), case.name)
+                names.add(case.operator.name)
+        self.assertGreater(len(names), 5, names)
 
     def test_what_is_not_taken_apart_in_c(self):
         call, x, w = self.quick("rms_norm"), torch.ones(2, 8), torch.ones(8)
