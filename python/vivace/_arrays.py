@@ -209,12 +209,24 @@ class Described(bytes):
     unwritable: str | None  # why it may not be written
 
 
+def _arguments_refused(error: TypeError) -> bool:
+    """Whether __dlpack__ may have ended in `error` for what it was given: it did nothing then but to call others of its name. What does more
+    is not asked twice: it might be another call of an operator, whose arrays would be asked twice for each time.
+    """
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    while trace is not None and trace.tb_frame.f_code.co_name == "__dlpack__":
+        trace = trace.tb_next
+    return trace is None
+
+
 def _capsule_of(array: Any, options: dict[str, Any]) -> tuple[Any, bytes]:
     """What __dlpack__ gives, and its name. Libraries older than DLPack 1.0 know no versions."""
     try:
         try:
             capsule = array.__dlpack__(max_version=(1, 0), copy=False, **options)
-        except TypeError:
+        except TypeError as error:
+            if not _arguments_refused(error):
+                raise
             capsule = array.__dlpack__(**options)
     except Exception as error:  # of a library of which nothing is known
         raise TypeError(f"{AN_ARRAY} does not come by DLPack: its __dlpack__ ends in {type(error).__name__}: {error}") from None
@@ -326,13 +338,24 @@ def _dlpack_empty(array: Any, shape: Sequence[int], dtype: str) -> Any:
     raise TypeError(f"{NOTHING_BESIDE} a {type(array).__module__}.{type(array).__name__}, which has DLPack alone")
 
 
+def _blamed(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`function`, whose errors have the array: who puts them into words does not ask its library again, which may do anything."""
+    def call(array: Any) -> Any:
+        try:
+            return function(array)
+        except (TypeError, ValueError) as error:
+            error.array = array  # type: ignore[union-attr]
+            raise
+    return call
+
+
 NUMPY = Framework(_describe_numpy, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
                 lambda array: _name_of_code(_numpy_codes.get(array.dtype) or _numpy_code(array.dtype)),
                 lambda array: array.flags.writeable)
 TYPED = Framework(Typed._describe, lambda array: None, lambda array, shape, dtype: _empty_numpy(shape, dtype),
                 lambda array: array.dtype, lambda array: array.array.flags.writeable)
-DLPACK = Framework(_describe_dlpack, _dlpack_place, _dlpack_empty,
-                 lambda array: _name_of_code(struct.unpack_from("=Qi", _describe_dlpack(array))[1]), lambda array: True)
+DLPACK = Framework(_blamed(_describe_dlpack), _blamed(_dlpack_place), _dlpack_empty,
+                 _blamed(lambda array: _name_of_code(struct.unpack_from("=Qi", _describe_dlpack(array))[1])), lambda array: True)
 
 SHAPE = Framework(Shape._describe, Shape._place, lambda array, shape, dtype: Shape(shape, dtype, array.device, array.compute_capability),
                 lambda array: array.dtype, lambda array: False)

@@ -111,14 +111,14 @@ def context() -> Context:
 def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
     """Sets how this process runs operators; what is not given stays as it is. Counts start anew.
 
-    threads  for calls on the CPU; 0: the cores that the process may use
+    threads  for calls on the CPU, 1 to 1024; until it is given, as many as the cores that the process may use then
     prefer   "OP=ROW[,OP=ROW...]": only rows of that name, or with that prefix up to a dot, are tried for OP; a call that they
              refuse is an error with their reasons. "": each table's order.
     """
     global _streams
     wanted: dict[str, Any] = {}
     if threads is not None:
-        wanted["threads"] = _arrays.whole("vivace.configure: threads", threads, 0, 1024)
+        wanted["threads"] = _arrays.whole("vivace.configure: threads", threads, 1, 1024)
     if prefer is not None:
         if not isinstance(prefer, str) or "\0" in prefer:
             raise (ValueError if isinstance(prefer, str) else TypeError)(f"vivace.configure: prefer is {prefer!r}, needs text such as "
@@ -222,9 +222,9 @@ class Entry:
             function.argtypes.append(ctypes.c_void_p)
         return function
 
-    def _parts(self, values: tuple, framework: _arrays.Framework) -> list[bytes]:
-        """The arguments as the struct's bytes, one item for each value; `framework` is that of the first."""
-        kind, describe, other = type(values[0]), framework.describe, _arrays.describe
+    def _parts(self, values: tuple, framework: _arrays.Framework, other: Callable[[Any], bytes] = _arrays.describe) -> list[bytes]:
+        """The arguments as the struct's bytes, one item for each value; `framework` is that of the first, `other` describes those of other types."""
+        kind, describe = type(values[0]), framework.describe
         parts = [self._header] + [_NOTHING] * len(values)
         try:
             for i in self._tensors:
@@ -333,6 +333,11 @@ class Entry:
         found = (ctypes.c_int64 * 2)()
         check(self._cost(b"".join(self._call(values)[0]), found))
         return Cost(*found)
+
+    def check_shapes(self, values: tuple, describe: Callable[[Any], bytes]) -> None:
+        """Raises what the call would for its shapes, types and numbers. `describe` is for its tensors, whose pointers may be null."""
+        parts = self._parts(values, _arrays.SHAPE._replace(describe=describe), describe)
+        check(self._cost(b"".join(parts), (ctypes.c_int64 * 2)()))
 
     def schedule_params(self, values: tuple) -> tuple[int, ...]:
         """Of attention_decode alone."""

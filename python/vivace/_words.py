@@ -45,7 +45,7 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
     for name, value in given.items():
         annotation = str(parameters[name].annotation)
         fits = (value is None and annotation.endswith("| None")) or (seen and _is_container(annotation))
-        wrong = None if fits else _wrong(f"{place}: {name}", annotation, value, running)
+        wrong = None if fits else _wrong(f"{place}: {name}", annotation, value, running, error)
         if wrong is None and name.endswith("dtype") and value is not None and value not in DTYPES:
             wrong = ValueError(f"{place}: {name} is {shown(value)}, needs one of {', '.join(DTYPES)}")
         if wrong is not None:
@@ -64,8 +64,21 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
         text = re.sub(rf"(?<![\w.]){theirs}\b", ours, text)
     if re.search(r"\.stride\[\d\] is ", text):
         text += "; numpy.ascontiguousarray and torch's contiguous() make a copy that fits"
+    text += _no_scaling(text, place, parameters, given)
     text = _unsigned(text, given)
     return error if text == str(error) else type(error)(text)
+
+
+def _no_scaling(text: str, place: str, parameters: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """What to add to a refusal of scales, where nothing says what they are for."""
+    name = "out_scale" if "out_scale" in parameters else "x_scale"
+    if "scaling" not in parameters or given.get("scaling", "tensor") != "tensor" or not text.startswith(f"{place}: {name}"):
+        return ""
+    if (scale := given.get(name)) is None:
+        return ""
+    shape = tuple(shape_of(scale))
+    fits = "'token'" if len(shape) == 1 and shape != (1,) else "'block'" if len(shape) == 2 else ""
+    return f"; scaling is 'tensor'{'' if 'scaling' in given else ', as it is not given'}, {fits} has scales of that shape" if fits else ""
 
 
 def _unsigned(text: str, given: Mapping[str, Any]) -> str:
@@ -81,11 +94,11 @@ def _is_container(annotation: str) -> bool:
     return kind.startswith("Sequence[Array") or kind in _TUPLES
 
 
-def _wrong(what: str, annotation: str, value: Any, running: bool) -> Exception | None:
-    """What is wrong with one argument, as far as its annotation says."""
+def _wrong(what: str, annotation: str, value: Any, running: bool, error: Exception) -> Exception | None:
+    """What is wrong with one argument of a call that ended in `error`, as far as its annotation says."""
     kind = annotation.removesuffix(" | None")
     if kind == "Array":
-        return _no_array(what, value, running)
+        return _no_array(what, value, running, error)
     if kind.startswith("Sequence[Array"):
         if not isinstance(value, (list, tuple)):
             return TypeError(f"{what} is {shown(value)}, needs a list of arrays")
@@ -100,18 +113,18 @@ def _wrong(what: str, annotation: str, value: Any, running: bool) -> Exception |
         items = [(f"{what}.terms[{i}]", term) for i, term in enumerate(terms)]
         items += [(f"{what}.{name}", item) for name, item in fields.items() if kind == "ExpertWeights" and item is not None]
         for name, said in _NUMBERS.get(kind, {}).items():
-            if (wrong := _wrong(f"{what}.{name}", said, getattr(value, name), running)) is not None:
+            if (wrong := _wrong(f"{what}.{name}", said, getattr(value, name), running, error)) is not None:
                 return wrong
     elif kind in _PLAIN:
         convert, needs = _PLAIN[kind]
         try:
             convert(value)
-        except (OverflowError, TypeError, ValueError) as error:
-            return (ValueError if isinstance(error, OverflowError) else TypeError)(f"{what} is {shown(value)}, needs {needs}")
+        except (OverflowError, TypeError, ValueError) as unfit:
+            return (ValueError if isinstance(unfit, OverflowError) else TypeError)(f"{what} is {shown(value)}, needs {needs}")
         return None
     else:
         return None
-    return next((wrong for wrong in (_no_array(*item, running) for item in items) if wrong is not None), None)
+    return next((wrong for wrong in (_no_array(*item, running, error) for item in items) if wrong is not None), None)
 
 
 def no_tuple(what: str, kind: str, value: Any) -> TypeError:
@@ -121,10 +134,14 @@ def no_tuple(what: str, kind: str, value: Any) -> TypeError:
     return TypeError(f"{what} is {found}, needs {_TUPLES[kind]}")
 
 
-def _no_array(what: str, value: Any, running: bool) -> Exception | None:
+def _no_array(what: str, value: Any, running: bool, error: Exception) -> Exception | None:
     try:
-        framework_of(value).describe(value)
-    except (TypeError, ValueError) as error:
+        framework = framework_of(value)
+        if framework is not DLPACK:
+            framework.describe(value)
+    except (TypeError, ValueError) as found:
+        return type(found)(str(found).replace(AN_ARRAY, what, 1))
+    if getattr(error, "array", None) is value:
         return type(error)(str(error).replace(AN_ARRAY, what, 1))
     if running and isinstance(value, Shape):
         return ValueError(f"{what} is a vivace.Shape, which has no memory, needs an array: only explain, cost and workspace_bytes take shapes")

@@ -99,12 +99,15 @@ class Operator(Generic[P, R]):
         """The scratch that this call needs."""
         return self._asked(self._entry.workspace_bytes, args, kwargs)
 
+    def __reduce__(self) -> str:
+        return self._build.__qualname__  # pickled and copied by its name, as functions are
+
     def __repr__(self) -> str:
         return f"<vivace operator {self.name}>"
 
 
-def _operator(dims: dict[str, int], plain: bool = False, **names: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    return lambda build: Operator(build.__name__, build, dims, names, plain)
+def _operator(dims: dict[str, int], plain: bool = False, of: str = "", **names: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    return lambda build: Operator(of or build.__name__, build, dims, names, plain)
 
 
 def _scaling(place: str, scaling: str, name: str, array: Array) -> int:
@@ -184,7 +187,9 @@ def linear(x: Array, weight: Array, bias: Array | None = None, *, x_scale: Array
                           workspace), out
 
 
-def _linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, *, x_scale: Array | None = None,
+@_operator({"x": 2}, of="linear", **{r"parts\[(\d)\]\.y": r"outs[\1]", r"parts\[(\d)\]\.bias": r"biases[\1]",
+                                    r"parts\[(\d)\]\.(\w+)": r"\2s[\1]"})
+def linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | None] | None = None, *, x_scale: Array | None = None,
                  weight_scales: Sequence[Array | None] | None = None, scaling: str = "tensor", exact: bool = False,
                  batch_invariant: bool = False, weight_ready: bool = False, outs: Sequence[Array] | None = None,
                  out_dtype: str | None = None, workspace: Array | None = None) -> tuple[Array, ...]:
@@ -201,10 +206,6 @@ def _linear_parts(x: Array, weights: Sequence[Array], biases: Sequence[Array | N
         raise ValueError(f"linear: weights, weight_scales, biases and outs have {', '.join(str(len(given)) for given in lists)} items, need "
                          f"as many as there are weights") from None
     return _linear_values(x, x_scale, parts, scaling, exact, batch_invariant, weight_ready, workspace), tuple(outs)
-
-
-linear_parts = Operator("linear", _linear_parts, {"x": 2}, {r"parts\[(\d)\]\.y": r"outs[\1]", r"parts\[(\d)\]\.bias": r"biases[\1]",
-                                                          r"parts\[(\d)\]\.(\w+)": r"\2s[\1]"})
 
 
 @_operator({"ids": 1, "table": 2}, plain=True, y="out")

@@ -28,14 +28,19 @@ _CPU, _CUDA = _arrays.CPU, _arrays.CUDA
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in builds without CUDA
 
 
+def _kind_of(tensor: torch.Tensor) -> tuple[int, Any]:
+    """Its type's number, and what packs a tensor of its rank."""
+    try:
+        return _CODES[tensor.dtype], _pack[len(tensor.shape)]
+    except LookupError:
+        raise ValueError(f"{_arrays.AN_ARRAY} is {tensor.dtype} {tuple(tensor.shape)}, needs at most {_arrays.MAX_RANK} dimensions and one of "
+                         f"{', '.join(map(str, _CODES))}") from None
+
+
 def _describe(tensor: torch.Tensor) -> bytes:
     shape = tensor.shape
     rank = len(shape)
-    try:
-        code, pack = _CODES[tensor.dtype], _pack[rank]
-    except LookupError:
-        raise ValueError(f"{_arrays.AN_ARRAY} is {tensor.dtype} {tuple(shape)}, needs at most {_arrays.MAX_RANK} dimensions and one of "
-                         f"{', '.join(map(str, _CODES))}") from None
+    code, pack = _kind_of(tensor)
     if tensor.is_neg():
         raise ValueError(f"{_arrays.AN_ARRAY} is a view that torch negates when it reads it, needs its numbers in memory: resolve_neg() makes a "
                          "copy that has them")
@@ -44,6 +49,20 @@ def _describe(tensor: torch.Tensor) -> bytes:
     if tensor.is_cpu:
         return pack(tensor.data_ptr(), code, rank, _CPU, 0, *shape, *tensor.stride())
     raise ValueError(f"{_arrays.AN_ARRAY} is on {tensor.device}, needs cpu or cuda")
+
+
+def _describe_fake(tensor: torch.Tensor) -> bytes:
+    """Of one that has no memory; on meta it counts as on the CPU."""
+    code, pack = _kind_of(tensor)
+    cuda = tensor.device.type == "cuda"
+    return pack(0, code, tensor.dim(), _CUDA if cuda else _CPU, tensor.device.index or 0 if cuda else 0, *tensor.shape, *tensor.stride())
+
+
+def _known(value: Any) -> bool:
+    """Whether torch knows the sizes of a tensor, or the number."""
+    if isinstance(value, torch.Tensor):
+        return all(type(extent) is int for extent in (*value.shape, *value.stride()))
+    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -120,7 +139,12 @@ def _register() -> None:
 
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(operator.name, implementation, key)
-        torch_library.register_fake(f"vivace::{operator.name}", lambda *values: None, lib=_LIBRARY)
+
+        def fake(*values: Any, _entry: _library.Entry = entry) -> None:
+            if all(map(_known, values)):
+                _entry.check_shapes(values, _describe_fake)
+
+        torch_library.register_fake(f"vivace::{operator.name}", fake, lib=_LIBRARY)
 
 
 _register()

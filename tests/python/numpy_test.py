@@ -1,7 +1,9 @@
 """The operators on NumPy's arrays: results, refusals, threads and forks."""
 
+import copy
 import ctypes
 import os
+import pickle
 import re
 import struct
 import subprocess
@@ -66,7 +68,7 @@ class Results(unittest.TestCase):
                 if case.name != "attention_decode.f32" and case.name != "attention_decode.bf16":  # cut by the number of workers
                     self.assertEqual([bits(r) for r in cases.call(case, cases.numpy_array)[0]], before, case.name)
         finally:
-            vivace.configure(threads=0)
+            vivace.configure(threads=len(os.sched_getaffinity(0)))
 
     def test_questions(self):
         x, weight = np.ones((4, 64), "float32"), np.ones((8, 64), "float32")
@@ -305,6 +307,38 @@ class Arrays(unittest.TestCase):
                 ("vivace.empty_scale: like is of another library: nothing is allocated beside", vivace.empty_scale, (Bare(x), (3, 64), "token"))):
             with self.subTest(message), self.assertRaisesRegex(TypeError, f"^{message}"):
                 call(*args)
+
+    def test_dlpack_of_calls_in_calls(self):
+        """An array whose __dlpack__ calls operators on such an array is asked once a call, however deep they are."""
+        weight, y, asked = np.ones(2, "float32"), np.ones((1, 2), "float32"), []
+
+        class Nested:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __dlpack__(self, **options):
+                asked.append(self)
+                if self.inner is None:
+                    raise TypeError("no")
+                return vivace.rms_norm(self.inner, weight, out=y)
+
+        array = None
+        for depth in range(1, 13):
+            array = Nested(array)
+            asked.clear()
+            with self.assertRaisesRegex(TypeError, "^rms_norm: x does not come by DLPack: its __dlpack__ ends in TypeError: "):
+                vivace.rms_norm(array, weight, out=y)
+            self.assertEqual(len(asked), depth + 1)
+
+        class Old:  # knows no versions, behind one that passes on what it is given
+            def __dlpack__(self, stream=None):
+                return y.__dlpack__()
+
+        class Around:
+            def __dlpack__(self, **options):
+                return Old().__dlpack__(**options)
+
+        self.assertTrue(np.array_equal(vivace.rms_norm(Around(), weight, out=np.empty((1, 2), "float32")), vivace.rms_norm(y, weight)))
 
     def test_a_device_of_dlpack_that_is_none(self):
         x, weight = np.ones((3, 64), "float32"), np.ones(64, "float32")
@@ -591,6 +625,31 @@ class Errors(unittest.TestCase):
                         question(*args)
                     self.assertEqual(str(asked.exception), str(run.exception))
 
+    def test_scales_without_a_scaling(self):
+        x, weight = np.ones((4, 256), "float32"), vivace.numbers.fp8(np.ones((8, 256), "float32"))
+        one = np.ones(1, "float32")
+        for scaling in ("token", "block"):
+            x8, scale = vivace.quantize_fp8(x, scaling=scaling)
+            said = f"linear: x_scale .*; scaling is 'tensor', as it is not given, '{scaling}' has scales of that shape$"
+            with self.assertRaisesRegex(ValueError, said.replace("x_scale .*", r"x_scale(\.shape\[0\])? is .*")):
+                vivace.linear(x8, weight, x_scale=scale, weight_scale=one)
+            with self.assertRaisesRegex(ValueError, f"^linear: x_scale.*; scaling is 'tensor', '{scaling}' has"):
+                vivace.linear_parts(x8, [weight], x_scale=scale, weight_scales=[one], scaling="tensor")
+        with self.assertRaisesRegex(ValueError, r"^rms_norm: out_scale.shape\[0\] is 4, needs 1; scaling is 'tensor', as it is not given, 'token'"):
+            vivace.rms_norm(x, np.ones(256, "float32"), out=vivace.Typed(np.empty((4, 256), "uint8"), "fp8_e4m3"), out_scale=np.ones(4, "float32"))
+
+    def test_pickled(self):
+        for name in vivace.__all__:
+            value = getattr(vivace, name)
+            if isinstance(value, vivace.Operator):
+                self.assertIs(pickle.loads(pickle.dumps(value)), value)
+                self.assertIs(copy.deepcopy(value), value)
+        typed, shape = vivace.numbers.bf16(np.ones((2, 8), "float32")), vivace.Shape((2, 8), "bf16", "cuda:1", compute_capability=90)
+        again = pickle.loads(pickle.dumps((typed, shape, vivace.DecodeScheduleParams(2))))
+        self.assertTrue(np.array_equal(again[0].array, typed.array))
+        self.assertEqual((again[0].dtype, again[1]._describe(), again[1]._place(), again[2]),
+                         ("bf16", shape._describe(), shape._place(), vivace.DecodeScheduleParams(2)))
+
     def test_each_kind(self):
         x, weight = np.ones((1, 8), "float32"), np.ones(8, "float32")
         with self.assertRaisesRegex(ValueError, r"^rms_norm: weight.shape\[0\] is 7, needs hidden = 8 \(from x.shape\[1\]\)$"):
@@ -610,8 +669,9 @@ class Errors(unittest.TestCase):
     def test_a_refused_setting_changes_nothing(self):
         before = vivace.counts()
         for kind, message, options in (
-                (ValueError, "vivace.configure: threads is -3, needs 0 to 1024", {"threads": -3}),
-                (ValueError, "vivace.configure: threads is 1180591620717411303424, needs 0 to 1024", {"threads": 2**70}),
+                (ValueError, "vivace.configure: threads is -3, needs 1 to 1024", {"threads": -3}),
+                (ValueError, "vivace.configure: threads is 1180591620717411303424, needs 1 to 1024", {"threads": 2**70}),
+                (ValueError, "vivace.configure: threads is 0, needs 1 to 1024", {"threads": 0}),
                 (TypeError, "vivace.configure: threads is 'a', needs a whole number", {"threads": "a"}),
                 (ValueError, "vivace.configure: prefer: 'foo' is not OP=ROW", {"prefer": "foo"}),
                 (ValueError, "vivace.configure: prefer: linear has no row 'zzz'", {"prefer": "linear=zzz"}),
@@ -676,7 +736,7 @@ class Processes(unittest.TestCase):
                 "vivace.rms_norm(np.ones((2, 8), 'float32'), np.ones(8, 'float32'))\n"
                 "one = threads(1000)\n"
                 f"os.sched_setaffinity(0, {cores[:2]})\n"
-                "vivace.configure(threads=0)\n"
+                "vivace.configure(prefer='')\n"
                 "vivace.rms_norm(np.ones((2, 8), 'float32'), np.ones(8, 'float32'))\n"
                 "assert threads(one + 1) == one + 1, one\n")
         self.runs(code)
@@ -694,7 +754,7 @@ class Processes(unittest.TestCase):
                 "before = kib()\n"
                 "for i in range(2000): vivace.configure(threads=64)\n"
                 "for i in range(2000): vivace.configure(prefer=('linear=reference', 'rms_norm=cpu')[i % 2])\n"
-                "for i in range(40): vivace.configure(threads=i)\n"
+                "for i in range(1, 41): vivace.configure(threads=i)\n"
                 "vivace.configure(threads=64)\n"
                 "done.append(1)\n"
                 "worker.join()\n"

@@ -3,6 +3,8 @@
     python3 tests/python/torch_test.py        with a Python that has torch, NumPy and the wheel
 """
 
+import contextlib
+import pickle
 import subprocess
 import sys
 import unittest
@@ -255,6 +257,24 @@ class Torch(unittest.TestCase):
             y = vivace.rms_norm(torch.empty(4, 64), torch.empty(64))
         self.assertEqual((y.shape, y.dtype), ((4, 64), torch.float32))
 
+    def test_fake_tensors_are_refused_as_others(self):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        x, y, ids = torch.empty(4, 64), torch.empty(4, 64), torch.empty(4, dtype=torch.int32)
+        fits = (x, None, torch.empty(64), y, None, 0, 1e-6)
+        calls = [(torch.ops.vivace.rms_norm, (*fits[:2], torch.empty(63), *fits[3:])), (torch.ops.vivace.rms_norm, (x.double(), *fits[1:])),
+                 (torch.ops.vivace.rms_norm, (x.view(1, 1, 1, 1, 4, 64), *fits[1:])), (torch.ops.vivace.rms_norm, (*fits[:6], -1.0)),
+                 (torch.ops.vivace.silu_mul, (x.t(), y.t(), torch.empty(64, 4), None, 0)), (torch.ops.vivace.embedding, (ids.long(), x, y))]
+        mode = FakeTensorMode()
+        for operator, values in calls:
+            said = []
+            for move, where in ((torch.Tensor.detach, contextlib.nullcontext()), (mode.from_tensor, mode),
+                                (lambda tensor: tensor.to("meta"), contextlib.nullcontext())):
+                moved = [move(value) if isinstance(value, torch.Tensor) else value for value in values]
+                with self.assertRaises(ValueError) as caught, where:
+                    operator(*moved)
+                said.append(str(caught.exception))
+            self.assertEqual(said, said[:1] * 3)
+
     def test_scales_of_symbolic_sizes(self):
         """empty_scale neither binds a size that torch keeps open nor fixes it: compiled, exported and under fake tensors."""
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -332,6 +352,11 @@ class Torch(unittest.TestCase):
             y = vivace.rms_norm(late, weight)
         side.synchronize()
         self.assertTrue(torch.equal(y, expected))
+
+    def test_a_module_with_operators_is_pickled(self):
+        module = torch.nn.Linear(2, 2)
+        module.operators = (vivace.rms_norm, vivace.linear_parts)
+        self.assertEqual(pickle.loads(pickle.dumps(module)).operators, module.operators)
 
     def test_parameters_and_views(self):
         x, weight = torch.randn(3, 2, 64), torch.nn.Parameter(torch.ones(64), requires_grad=False)
