@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from typing import Any, Mapping, NamedTuple
+import sys
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from . import build
-from ._arrays import Shape
+from ._arrays import Shape, shown, whole
 from ._library import Choice
 from .ops import DecodeScheduleParams, RouterWeight, attention_decode, attention_prefill, fused_moe, route_top_k, router_gemm
 
@@ -72,13 +73,47 @@ def _why(choice: Choice) -> str:
     return "; ".join(f"{row}: {why}" for row, why in choice.refused if row.partition(".")[0] not in ("cpu", "reference")) or "no row for a GPU"
 
 
+# What has to be a whole number wherever it is given, and the least of them; some are lists in some configurations, a number a layer.
+_NUMBERS = {**dict.fromkeys(("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"), 1),
+            **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "num_expert_group"), 0)}
+_LISTS = {**dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k", "moe_intermediate_size", "expert_hidden_dim", "intermediate_size"), 1)}
+_MOST = 2**24
+
+
+def _mapping(what: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"vivace.explain: {what} is {shown(value)}, needs an object with names")
+    return value
+
+
+def _read(path: pathlib.Path) -> Any:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return json.loads(path.read_text())
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"vivace.explain: {path} is no JSON: {error}") from None
+
+
 def _as_dict(config: Any) -> dict[str, Any]:
+    """The part about the decoder, in which all that is looked at is of its type."""
     if isinstance(config, (str, pathlib.Path)):
-        path = pathlib.Path(config)
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    elif not isinstance(config, Mapping):
+        config = _read(pathlib.Path(config))
+    elif not isinstance(config, Mapping) and hasattr(config, "to_dict"):
         config = config.to_dict()  # transformers' configurations
-    return dict(config.get("text_config") or config)
+    config = _mapping("model_config", config)
+    found = dict(_mapping("text_config", config.get("text_config") or config))
+    for name, least in _NUMBERS.items():
+        if found.get(name) is not None:
+            whole(f"vivace.explain: {name}", found[name], least, _MOST)
+    for name, least in _LISTS.items():
+        value = found.get(name)
+        for item in value or [None] if isinstance(value, list) else [] if value is None else [value]:
+            whole(f"vivace.explain: {name}", item, least, _MOST)
+    quantised = _mapping("quantization_config", found.get("quantization_config") or {})
+    block = quantised.get("weight_block_size")
+    if block and not isinstance(block, (list, tuple)):
+        raise TypeError(f"vivace.explain: weight_block_size is {shown(block)}, needs a list of two numbers")
+    return found
 
 
 def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
@@ -89,16 +124,23 @@ def explain(model_config: Any, *, tp: int = 1, page_tokens: int = 64, kv_dtype: 
     """What the plugins take over of a model on each of `tp` ranks. str() of the result is a page of text.
 
     model_config  a dict, a transformers configuration, a path to config.json or to its folder
-    ValueError    the configuration lacks what every decoder has, or does not divide by tp
+    ValueError    the configuration lacks what every decoder has, or does not divide by tp; TypeError: it is none
     """
+    whole("vivace.explain: tp", tp, 1, _MOST)
+    whole("vivace.explain: page_tokens", page_tokens, 1, _MOST)
+    whole("vivace.explain: compute_capability", compute_capability, 0, 1000)
+    if kv_dtype not in ("bf16", "fp8_e4m3"):
+        raise ValueError(f"vivace.explain: kv_dtype is {shown(kv_dtype)}, needs 'bf16' or 'fp8_e4m3'")
     config = _as_dict(model_config)
     heads = _first(config, "num_attention_heads")
     hidden = _first(config, "hidden_size")
     if heads is None or hidden is None:
         raise ValueError("vivace.explain: the configuration has no num_attention_heads or hidden_size: is it that of a decoder?")
-    heads_kv, head_dim = _first(config, "num_key_value_heads", default=heads), _first(config, "head_dim", default=hidden // heads)
+    heads_kv, head_dim = _first(config, "num_key_value_heads", default=heads), _first(config, "head_dim", default=max(hidden // heads, 1))
     if heads % tp:
         raise ValueError(f"vivace.explain: tp is {tp}, which does not divide {heads} query heads")
+    if heads % heads_kv and not config.get("kv_lora_rank"):
+        raise ValueError(f"vivace.explain: num_attention_heads is {heads}, needs a multiple of {heads_kv} (from num_key_value_heads)")
     kind = str(_first(config, "model_type", default="model"))
     heads_q, heads_kv = heads // tp, max(heads_kv // tp, 1)
     where = {"device": "cuda", "compute_capability": compute_capability}
@@ -180,9 +222,15 @@ def _choice_refused(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shape: Any, parts: list[Part], notes: list[str]) -> None:
     top_k = _first(config, "num_experts_per_tok", "moe_topk", "top_k", default=1)
-    whole = _first(config, "moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
-    top_k, whole = (value[0] if isinstance(value, list) else value for value in (top_k, whole))
-    inner = whole // tp
+    width = _first(config, "moe_intermediate_size", "expert_hidden_dim", "intermediate_size")
+    if width is None:
+        raise ValueError(f"vivace.explain: the configuration has {experts} experts and no moe_intermediate_size or intermediate_size")
+    top_k, width = (value[0] if isinstance(value, list) else value for value in (top_k, width))
+    if width % tp:
+        raise ValueError(f"vivace.explain: tp is {tp}, which does not divide {width} rows of an expert")
+    if top_k > experts:
+        raise ValueError(f"vivace.explain: {top_k} experts a token are more than the {experts} that there are")
+    inner = width // tp
     quantised = config.get("quantization_config") or {}
     fp8, block = quantised.get("quant_method") == "fp8", bool(quantised.get("weight_block_size"))
     dtype = "fp8_e4m3" if fp8 else "bf16"
@@ -224,16 +272,34 @@ def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shap
         notes.append("shared experts stay with the engine: neither hands them to a runner")
 
 
-def main() -> None:
+def _from(low: int, high: int) -> Callable[[str], int]:
+    """What argparse reads a number by."""
+    def number(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"{text!r}, needs {low} to {high}")
+        return int(text)
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m vivace.explanation", description=__doc__.partition("\n")[0])
     parser.add_argument("config")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--tp", type=_from(1, _MOST), default=1)
+    parser.add_argument("--page-tokens", type=_from(1, _MOST), default=64)
     parser.add_argument("--kv-dtype", choices=("bf16", "fp8_e4m3"), default="bf16")
-    parser.add_argument("--compute-capability", type=int, default=90, metavar="10 * MAJOR + MINOR")
-    args = parser.parse_args()
-    print(explain(args.config, tp=args.tp, page_tokens=args.page_tokens, kv_dtype=args.kv_dtype, compute_capability=args.compute_capability))
+    parser.add_argument("--compute-capability", type=_from(0, 1000), default=90, metavar="10 * MAJOR + MINOR")
+    args = parser.parse_args(arguments)
+    try:
+        answer = explain(args.config, tp=args.tp, page_tokens=args.page_tokens, kv_dtype=args.kv_dtype, compute_capability=args.compute_capability)
+    except OSError as error:
+        print(f"vivace.explanation: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except (TypeError, ValueError) as error:
+        print(f"vivace.explanation: {str(error).removeprefix('vivace.explain: ')}", file=sys.stderr)
+        return 1
+    print(answer)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -160,6 +161,56 @@ class Explain(unittest.TestCase):
                              {engine})
         static = {**QWEN, "quantization_config": {**fp8, "activation_scheme": "static"}}
         self.assertFalse(any(part.refused for part in vivace.explain(static).parts if part.operator == "fused_moe"))
+
+    def test_configurations_that_are_none(self):
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        whole = {**QWEN, "quantization_config": fp8, "n_group": 1, "num_shared_expert": 1, "scoring_func": "sigmoid", "sliding_window": 8,
+                 "text_config": None, "kv_lora_rank": None, "hidden_act": "silu", "swiglu_limit": None, "mlp_bias": False, "topk_method": "noaux_tc"}
+        refused = 0
+        for name in whole:
+            for value in ("x", "8", 0, -1, 2.5, 2**70, True, [], [1], ["x"], [None], {}, {"x": 1}, float("nan"), object()):
+                for changes in ({name: value}, {"quantization_config": {**fp8, name: value}}, {"text_config": {**whole, name: value}}):
+                    try:
+                        str(vivace.explain({**whole, **changes}))
+                    except (TypeError, ValueError) as error:
+                        self.assertRegex(str(error), r"^\w+(\.\w+)?: \w", (name, value))
+                        refused += 1
+        self.assertGreater(refused, 100)
+        for wrong, said in ((5, "model_config is 5, needs an object"), ([], "model_config is \\[\\], needs"), ({}, "no num_attention_heads"),
+                            ({**QWEN, "num_attention_heads": "32"}, "num_attention_heads is '32', needs a whole number"),
+                            ({**QWEN, "num_key_value_heads": 5}, "num_attention_heads is 32, needs a multiple of 5"),
+                            ({**QWEN, "moe_intermediate_size": None}, "128 experts and no moe_intermediate_size"),
+                            ({**QWEN, "num_experts_per_tok": 129}, "129 experts a token are more than")):
+            with self.assertRaisesRegex((TypeError, ValueError), f"^vivace.explain: .*{said}"):
+                vivace.explain(wrong)
+        for options, said in (({"tp": 0}, "tp is 0, needs 1"), ({"tp": 3}, "tp is 3, which does not divide 32"), ({"page_tokens": 0}, "page_tokens is 0"),
+                              ({"kv_dtype": "f8"}, "kv_dtype is 'f8'"), ({"compute_capability": -1}, "compute_capability is -1")):
+            with self.assertRaisesRegex(ValueError, f"^vivace.explain: {said}"):
+                vivace.explain(QWEN, **options)
+
+    def test_the_program(self):
+        def ended(*arguments):
+            done = subprocess.run([sys.executable, "-m", "vivace.explanation", *arguments], capture_output=True, text=True, timeout=60)
+            return done.returncode, done.stdout, done.stderr
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "config.json"
+            self.assertEqual(ended(str(path)), (1, "", f"vivace.explanation: {path}: No such file or directory\n"))
+            self.assertEqual(ended(folder)[0], 1)
+            for text, said in (("{", "is no JSON: Expecting property name"), ("[" * 100000, "is no JSON: "), ("[1]", "model_config is [1], needs an object"),
+                               ("{}", "the configuration has no num_attention_heads"), ('{"num_attention_heads": 0, "hidden_size": 8}', "is 0, needs 1 to"),
+                               ("\xff", "is no JSON: 'utf-8' codec")):
+                path.write_text(text, encoding="latin-1")
+                code, out, err = ended(folder)
+                self.assertEqual((code, out, err.count("\n")), (1, "", 1), err)
+                self.assertIn(said, err)
+            path.write_text(json.dumps(QWEN))
+            self.assertEqual(ended(str(path)), (0, f"{vivace.explain(QWEN)}\n", ""))
+            for wrong in (["--tp", "0"], ["--tp", "x"], ["--page-tokens", "-1"], ["--kv-dtype", "f8"], ["--compute-capability", "5000"]):
+                code, out, err = ended(str(path), *wrong)
+                self.assertEqual((code, out), (2, ""))
+                self.assertIn(wrong[0], err.splitlines()[-1])
+                self.assertLess(len(err), 600)
 
     def test_where_the_configuration_comes_from(self):
         with tempfile.TemporaryDirectory() as folder:
