@@ -84,7 +84,7 @@ CLI::Option* filled(CLI::App& app, const std::string& flag, const std::string& t
 
 CLI::Option* number(CLI::App& app, const std::string& flag, double low, double high, bool above_low,
                     const std::string& help, std::function<void(double)> use) {
-  const std::string type = std::isfinite(high) ? fmt::format("{}..{}", low, high) : "X";
+  const std::string type = high < kMostFp32 ? fmt::format("{}..{}", low, high) : "X";
   return add(
       app, flag, type, help,
       [=](const std::string& text) { return parse_number(text, low, high, above_low); }, use);
@@ -284,7 +284,7 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
   SamplingParams& s = a.sampling;
   s.temperature = 0;
   auto* temperature =
-      number(c, "--temperature", 0, INFINITY, false,
+      number(c, "--temperature", 0, kMostFp32, false,
              "0 takes the most likely token [0; 1 when --top-k, --top-p, --min-p or\n--seed is given]",
              [&](double x) { s.temperature = x; });
   auto* top_k = integer(c, "--top-k", 0, kAny, "Draw from the N most likely; 0: all [0]",
@@ -298,7 +298,7 @@ void add_generate(CLI::App& app, GenerateArgs& a) {
       [](const std::string& text) { return parse_integer(text, 0, kAny); },
       [&](int64_t n) { s.seed = static_cast<uint64_t>(n); });
   auto* repetition =
-      number(c, "--repetition-penalty", 0, INFINITY, true, "Above 1: tokens seen before are less likely [1]",
+      number(c, "--repetition-penalty", 0, kMostFp32, true, "Above 1: tokens seen before are less likely [1]",
              [&](double x) { s.repetition_penalty = x; });
   auto* presence = number(c, "--presence-penalty", -2, 2, false, "Subtracted once for a generated token [0]",
                           [&](double x) { s.presence_penalty = x; });
@@ -844,7 +844,7 @@ void add_bench_serve(CLI::App& bench, BenchServeArgs& a) {
   })->excludes(concurrency);
   integer(c, "--seed", 0, kAny, "Of lengths, prompts, arrivals and draws [0]",
           [&](int64_t n) { a.seed = static_cast<uint64_t>(n); });
-  number(c, "--temperature", 0, INFINITY, false, "0 takes the most likely token [0]",
+  number(c, "--temperature", 0, kMostFp32, false, "0 takes the most likely token [0]",
          [&](double x) { a.temperature = x; });
   add(
       c, "--slo", "BOUNDS", "Goodput: requests within these, such as ttft=500ms,tpot=50ms (and e2e)",
@@ -1042,6 +1042,12 @@ std::vector<const CLI::App*> commands_of(const CLI::App& app) {
   return app.get_subcommands([](const CLI::App*) { return true; });
 }
 
+std::string names_of(const std::vector<const CLI::App*>& commands) {
+  std::string names;
+  for (const CLI::App* known : commands) names += (names.empty() ? "" : ", ") + known->get_name();
+  return names;
+}
+
 /// Of the first word that no option and no command took; "" when all were taken.
 std::string unknown_word(const CLI::App& app, const CLI::App& command) {
   const std::vector<std::string> words = app.remaining(true);
@@ -1050,9 +1056,7 @@ std::string unknown_word(const CLI::App& app, const CLI::App& command) {
   if (word.starts_with('-')) return fmt::format("there is no option '{}'", word);
   const std::vector<const CLI::App*> commands = commands_of(command);
   if (commands.empty()) return fmt::format("'{}' follows no option that takes it", word);
-  std::string names;
-  for (const CLI::App* known : commands) names += (names.empty() ? "" : ", ") + known->get_name();
-  return fmt::format("there is no command '{}', only {}", word, names);
+  return fmt::format("there is no command '{}', only {}", word, names_of(commands));
 }
 
 int usage_error(const std::string& path, const std::string& message) {
@@ -1068,6 +1072,10 @@ int report_usage_error(const CLI::App& app, const CLI::ParseError& error) {
   // What is missing may be what was misspelt.
   if (code == CLI::ExitCodes::RequiredError || code == CLI::ExitCodes::ExtrasError)
     message = unknown_word(app, *command);
+  const std::vector<const CLI::App*> commands = commands_of(*command);
+  if (message.empty() && code == CLI::ExitCodes::RequiredError && !commands.empty()) {
+    message = fmt::format("a command is missing, one of {}", names_of(commands));
+  }
   if (message.empty()) message = error.what();
   constexpr std::string_view kAgain = ": At Most 1 required but received ";
   if (const size_t at = message.find(kAgain); at != std::string::npos) {

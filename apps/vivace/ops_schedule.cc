@@ -46,12 +46,12 @@ Json pieces_json(const ScheduleView& view, int64_t worker, int64_t& entries) {
   return pieces;
 }
 
-/// What each used worker does and what is merged, while it is not too long; else nothing.
+/// What each active worker does and what is merged, while it is not too long; else nothing.
 void list_map(const CutStep& step, Json& document) {
   const ScheduleView view = step.view();
   int64_t entries = 0;
   Json workers = Json::array(), merges = Json::array();
-  for (int64_t worker = 0; worker < step.summary.used && entries <= kMostEntries; ++worker) {
+  for (int64_t worker = 0; worker < step.summary.active && entries <= kMostEntries; ++worker) {
     int64_t weight = 0;
     view.for_each_piece(worker, [&](const SchedulePiece& piece) { weight += step.weight_of(piece); });
     workers.push_back(

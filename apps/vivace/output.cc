@@ -38,9 +38,13 @@ std::string in_flags(std::string_view message) {
       {"max_model_len", "--max-model-len"}, {"max_batch", "--max-batch"},
       {"token_budget", "--token-budget"},   {"page_tokens", "--page-tokens"},
       {"kv_memory_bytes", "--kv-memory"},   {"logit_bias", "--logit-bias"},
-      {"max_tokens", "--max-tokens"},
+      {"max_tokens", "--max-tokens"},       {"repetition_penalty", "--repetition-penalty"},
   };
   std::string text = renamed(message, kFlags);
+  constexpr std::string_view kRequest = "request: ";
+  for (const std::string_view option : {"stop[", "temperature is ", "top_p is ", "min_p is "}) {
+    if (text.starts_with(std::string(kRequest).append(option))) text.insert(kRequest.size(), "--");
+  }
   for (const std::string_view option : {"threads", "device", "window", "host", "port"}) {
     for (const std::string& before : {std::string(), std::string("engine: "), std::string("server: ")}) {
       const std::string start = fmt::format("{}{} is ", before, option);

@@ -98,9 +98,9 @@ ScheduleSummary summary_of(const CutStep& step) {
   ScheduleSummary s;
   const ScheduleView view = step.view();
   classify(step, s);
-  s.used = view.active_workers();
+  s.active = view.active_workers();
   UnitCounter units(s);
-  for (int64_t worker = 0; worker < s.used; ++worker) {
+  for (int64_t worker = 0; worker < s.active; ++worker) {
     int64_t weight = 0;
     view.for_each_piece(worker, [&](const SchedulePiece& piece) {
       if (step.begins_unit(piece)) units.begin(s.classes[s.class_of[static_cast<size_t>(piece.request)]]);
@@ -111,6 +111,7 @@ ScheduleSummary summary_of(const CutStep& step) {
       ++s.pieces;
     });
     s.weight += weight;
+    s.used += weight > 0;
     s.heaviest = std::max(s.heaviest, weight);
   }
   units.end();

@@ -48,12 +48,14 @@ std::string totals_text(const CutStep& step) {
        step.row == kSm90Row
            ? fmt::format("attention_decode {}: a worker is a warp, or a few for many query rows", step.row)
            : fmt::format("attention_decode {}: a worker is a CTA", step.row));
-  line("workers",
-       fmt::format("{} of {} have work{}", s.used, p.workers,
-                   step.view().header(schedule_map::kUnitWeight) > 0
-                       ? fmt::format(": {} to a unit, which all weigh the same", s.used / s.units)
-                   : s.used == p.workers ? std::string()
-                                         : fmt::format(": as many as get a weight of {} each", p.min_tiles)));
+  line(
+      "workers",
+      fmt::format("{} of {} have work{}", s.used, p.workers,
+                  step.view().header(schedule_map::kUnitWeight) > 0
+                      ? fmt::format(": {} to a unit, which all weigh the same", s.used / s.units)
+                  : s.used < s.active ? std::string(": a piece is whole, and the cuts of others fall into it")
+                  : s.used == p.workers ? std::string()
+                                        : fmt::format(": as many as get a weight of {} each", p.min_tiles)));
   line("tiles", fmt::format("{} of {} keys, in {} (request and KV head)", s.tiles, p.tile_tokens,
                             count_text(s.units, "unit")));
   line("weight", fmt::format("{} in all: the tiles, at least 1 a unit, and {} for starting each unit",
@@ -81,28 +83,28 @@ class Drawing {
   explicit Drawing(const CutStep& step) : step_(step), view_(step.view()) {}
 
   std::string text() const {
-    const int64_t used = step_.summary.used;
+    const int64_t active = step_.summary.active;
     constexpr int64_t kMostLines = 34;
     std::string out = fmt::format(
         "A bar is a worker; its full width is the weight of the heaviest ({}). Capital: a whole unit.\n"
         "Small: a part, which is merged. Point: where a unit starts.\n\n",
         step_.summary.heaviest);
-    int64_t drawn = used;
-    if (used <= kMostLines) {
+    int64_t drawn = active;
+    if (active <= kMostLines) {
       out += lines_with_pieces();
     } else {
       int64_t per_line = 2;
       for (const int64_t next : {4, 8, 16, 32}) {
-        if (per_line * kMostLines < used) per_line = next;
+        if (per_line * kMostLines < active) per_line = next;
       }
-      drawn = std::min(used, per_line * kMostLines);
+      drawn = std::min(active, per_line * kMostLines);
       out += grid(drawn, per_line);
     }
-    if (drawn < used) {
-      out += fmt::format("workers {}-{} are not drawn; --json has them\n", drawn, used - 1);
+    if (drawn < active) {
+      out += fmt::format("workers {}-{} are not drawn; --json has them\n", drawn, active - 1);
     }
-    if (used < step_.params.workers) {
-      out += fmt::format("workers {} have nothing to do\n", range_text(used, step_.params.workers - 1));
+    if (active < step_.params.workers) {
+      out += fmt::format("workers {} have nothing to do\n", range_text(active, step_.params.workers - 1));
     }
     return out;
   }
@@ -143,7 +145,7 @@ class Drawing {
     constexpr int64_t kBar = 40;
     std::string out = fmt::format("{:>{}} {:^{}} {:>6}  request.head, [tiles] of a part\n", "worker",
                                   kLabel - 1, "", kBar + 2, "weight");
-    for (int64_t worker = 0; worker < step_.summary.used; ++worker) {
+    for (int64_t worker = 0; worker < step_.summary.active; ++worker) {
       int64_t weight = 0, hidden = 0;
       std::string pieces;
       view_.for_each_piece(worker, [&](const SchedulePiece& piece) {

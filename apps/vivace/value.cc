@@ -45,6 +45,8 @@ Result<double> parse_number(std::string_view text, double low, double high, bool
   if (fits && value <= high) return value;
   const char* edge = above_low ? "above" : "of at least";
   if (!std::isfinite(high)) return invalid_argument("is '{}', needs a finite number {} {}", text, edge, low);
+  if (high == kMostFp32)
+    return invalid_argument("is '{}', needs a finite number {} {} in fp32", text, edge, low);
   return invalid_argument("is '{}', needs a number {} {} and at most {}", text, edge, low, high);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +14,8 @@ namespace vivace::cli {
 
 /// A decimal integer in [low, high]; nothing may follow it.
 Result<int64_t> parse_integer(std::string_view text, int64_t low, int64_t high);
+/// As the end of a range: what is computed in fp32 has no other.
+inline constexpr double kMostFp32 = std::numeric_limits<float>::max();
 /// A finite decimal number in [low, high], or in (low, high] when `above_low`.
 Result<double> parse_number(std::string_view text, double low, double high, bool above_low = false);
 /// "512M": an integer with an optional suffix K, M, G or T (powers of 1024).

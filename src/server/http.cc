@@ -117,6 +117,12 @@ std::string path_of(std::string_view target) {
   return std::string(target.substr(0, target.find('?')));
 }
 
+std::string peer_of(const tcp::socket& socket) {
+  error_code ignored;
+  const tcp::endpoint peer = socket.remote_endpoint(ignored);
+  return fmt::format("{}:{}", peer.address().to_string(ignored), peer.port());
+}
+
 class Connection;
 class ServerImpl;
 
@@ -262,8 +268,7 @@ void Connection::start() {
   const unsigned limit_ms = static_cast<unsigned>(options().write_timeout.count());
   setsockopt(socket_.native_handle(), IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
   socket_.non_blocking(true, ignored);
-  const tcp::endpoint peer = socket_.remote_endpoint(ignored);
-  peer_ = fmt::format("{}:{}", peer.address().to_string(ignored), peer.port());
+  peer_ = peer_of(socket_);
   expect_by(Clock::now() + options().header_timeout);
   read();
 }
@@ -411,12 +416,18 @@ int Connection::status_of(const error_code& ec, std::string& message) const {
 
 /// Answers what is no request; the connection ends with it, since nobody knows where the next request begins.
 void Connection::refuse(int status, const std::string& message) {
+  RefusedRequest refused{.status = status, .message = message, .peer = peer_, .method = {}, .path = {}};
+  if (parser_) {
+    const auto& read = parser_->get();
+    refused.method = std::string(read.method_string());
+    refused.path = path_of({read.target().data(), read.target().size()});
+  }
   parser_.reset();
   share_.reset();
   keep_alive_ = false;
   head_only_ = false;
   CallStep step{.kind = CallStep::reply};
-  step.response = server_.refuse_(status, message);
+  step.response = server_.refuse_(refused);
   take(std::move(step));
 }
 
@@ -646,8 +657,12 @@ void ServerImpl::adopt(IoThread& io, tcp::socket socket) {
 
 void ServerImpl::refuse_connection(tcp::socket socket) {
   ++refused_;
-  const HttpResponse response =
-      refuse_(503, fmt::format("{} connections are open, which is the limit", options_.max_connections));
+  const HttpResponse response = refuse_(
+      {.status = 503,
+       .message = fmt::format("{} connections are open, which is the limit", options_.max_connections),
+       .peer = peer_of(socket),
+       .method = {},
+       .path = {}});
   std::string bytes = head_of(response, true);
   bytes += fmt::format("Content-Length: {}\r\n\r\n{}", response.body.size(), response.body);
   error_code ignored;

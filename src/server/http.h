@@ -65,8 +65,14 @@ class Call {
 using Wake = std::function<void()>;
 /// Called on an I/O thread; must not block and not throw.
 using Handler = std::function<std::shared_ptr<Call>(HttpRequest request, Wake wake)>;
-/// The answer to what is no request: 400, 408, 413, 431, 503.
-using Refuse = std::function<HttpResponse(int status, const std::string& message)>;
+/// What is no request, and whose it is; method and path are empty where they have not been read.
+struct RefusedRequest {
+  int status = 400;
+  std::string message;
+  std::string peer, method, path;
+};
+/// The answer to it: 400, 408, 413, 431, 503.
+using Refuse = std::function<HttpResponse(const RefusedRequest& refused)>;
 
 struct HttpOptions {
   std::string host = "127.0.0.1";

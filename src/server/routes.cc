@@ -191,6 +191,20 @@ bool Routes::authorized(std::string_view authorization) const {
   return found;
 }
 
+namespace {
+
+/// What begins the line of a log about an answer.
+OrderedJson line_of(const std::string& request_id, const std::string& peer, const std::string& method,
+                    const std::string& path, int status) {
+  return {{"request_id", request_id},
+          {"peer", peer},
+          {"method", method.substr(0, 20)},
+          {"path", path.substr(0, 200)},
+          {"status", status}};
+}
+
+}  // namespace
+
 std::shared_ptr<Call> Routes::answer(const HttpRequest& request, const std::string& request_id,
                                      HttpResponse response) {
   const bool known =
@@ -198,11 +212,7 @@ std::shared_ptr<Call> Routes::answer(const HttpRequest& request, const std::stri
   context_.metrics.count_answer(known ? std::string_view(request.path) : "other", response.status);
   const bool failed = response.status >= 400;
   if (context_.log.level() == LogLevel::all || (failed && context_.log.level() == LogLevel::errors)) {
-    OrderedJson line = {{"request_id", request_id},
-                        {"peer", request.peer},
-                        {"method", request.method.substr(0, 20)},
-                        {"path", request.path.substr(0, 200)},
-                        {"status", response.status}};
+    OrderedJson line = line_of(request_id, request.peer, request.method, request.path, response.status);
     if (failed) line["answer"] = response.body;
     context_.log.write("request", line);
   }
@@ -215,7 +225,8 @@ std::shared_ptr<Call> Routes::answer(const HttpRequest& request, const std::stri
   return answer(request, request_id, error_response(error));
 }
 
-HttpResponse Routes::refuse(int status, const std::string& message) {
+HttpResponse Routes::refuse(const RefusedRequest& refused) {
+  const int status = refused.status;
   static constexpr std::pair<int, std::string_view> kCodes[] = {
       {408, "request_timeout"},   {413, "body_too_large"},       {415, "unsupported_encoding"},
       {431, "headers_too_large"}, {501, "unsupported_encoding"}, {503, "overloaded"}};
@@ -224,14 +235,16 @@ HttpResponse Routes::refuse(int status, const std::string& message) {
     if (known == status) code = name;
   context_.metrics.count_answer("other", status);
   HttpResponse response = error_response({.status = status,
-                                          .message = message,
+                                          .message = refused.message,
                                           .param = {},
                                           .code = std::string(code),
                                           .retry_after_s = status == 503 ? 1 : 0});
   const std::string request_id = request_id_of({});
   response.headers.emplace_back("x-request-id", request_id);
-  if (context_.log.level() != LogLevel::off)
-    context_.log.write("refused", {{"request_id", request_id}, {"status", status}, {"error", message}});
+  if (context_.log.level() == LogLevel::off) return response;
+  OrderedJson line = line_of(request_id, refused.peer, refused.method, refused.path, status);
+  line["error"] = refused.message;
+  context_.log.write("refused", line);
   return response;
 }
 

@@ -22,7 +22,7 @@ class Routes {
   /// For an I/O thread.
   std::shared_ptr<Call> handle(HttpRequest request, Wake wake);
   /// The answer to what is no request.
-  HttpResponse refuse(int status, const std::string& message);
+  HttpResponse refuse(const RefusedRequest& refused);
 
   /// From here on requests are answered 503.
   void drain() { draining_ = true; }

@@ -35,9 +35,7 @@ class ServerImpl final : public Server {
                                  [this](HttpRequest request, Wake wake) {
                                    return routes_.handle(std::move(request), std::move(wake));
                                  },
-                                 [this](int status, const std::string& message) {
-                                   return routes_.refuse(status, message);
-                                 }));
+                                 [this](const RefusedRequest& refused) { return routes_.refuse(refused); }));
     port_ = http_->port();
     live_ = http_.get();
     return {};

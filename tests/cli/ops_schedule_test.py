@@ -59,6 +59,7 @@ class Schedule(Case):
             first = max(0, keys - got["query_tokens"] + 1 - window) // tile if window and keys else 0
             units += [(request, head, first, -(-keys // tile)) for head in range(got["heads_kv"])]
         weights, pieces_of, slots = self.walk(got, units)
+        weights = [weight for weight in weights if weight > 0]
         self.assertEqual(len(weights), got["used_workers"])
         self.assertEqual((sum(weights), max(weights)), (got["weight"], got["heaviest"]))
         self.assertAlmostEqual(got["imbalance"], max(weights) * len(weights) / sum(weights))
@@ -88,7 +89,7 @@ class Schedule(Case):
         for lengths, heads in [("1x128K+31x4K", "8/1"), ("64x4K", "8/1"), ("64x0.5K", "64/8"), ("1x16K+15x64", "64/8"),
                                ("512x100", "64/8"), ("3x4K+1x100+2x0", "8/2"), ("1x1", "1/1"), ("2x0", "4/4")]:
             for args in [[], ["--sms", 78], ["--workers", 1], ["--workers", 1000], ["--row", "cuda.mma"], ["--kv-dtype", "fp8"], ["--window", 1000, "--queries", 8],
-                         ["--piece-tiles", 8], ["--piece-tiles", 3, "--window", 300]]:
+                         ["--piece-tiles", 8], ["--piece-tiles", 3, "--window", 300], ["--piece-tiles", 2**30]]:
                 with self.subTest(lengths=lengths, heads=heads, args=args):
                     self.check(lengths, heads, *args)
 
@@ -119,6 +120,14 @@ class Schedule(Case):
         self.assertRegex(text, rf"pieces +{got['pieces']}, of which {got['partials']} are parts of {got['cut_units']} cut")
         self.assertRegex(text, rf"A +131072 +1 +{got['classes'][0]['tiles_per_unit'][0]} ")
         self.assertRegex(text, r"B +4096 +31 +64 ")
+
+    def test_workers_without_a_piece_are_not_used(self):
+        batch = ["--lengths", "1x128K+31x4K", "--heads", "8/1", "--piece-tiles", 2**30]
+        got = self.ok("ops", "schedule", *batch, "--json", "-").json
+        self.assertEqual((got["used_workers"], got["workers"]), (32, 264))
+        self.assertEqual(got["used_workers"], sum(worker["weight"] > 0 for worker in got["map"]))
+        self.assertAlmostEqual(got["imbalance"], got["heaviest"] * got["used_workers"] / got["weight"])
+        self.assertRegex(self.drawing(*batch), rf"workers +{got['used_workers']} of 264 have work: a piece is whole")
 
     def test_bars(self):
         """A line per worker: as long as its weight, with its pieces."""

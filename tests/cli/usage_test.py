@@ -36,12 +36,13 @@ class Help(Case):
 
 class UsageErrors(Case):
     def test_no_command(self):
-        self.fails(2, "subcommand")
+        self.fails(2, "vivace: a command is missing, one of generate, score,")
 
     def test_unknown_command_and_flag(self):
         self.fails(2, "there is no command 'dance', only generate, score", "dance")
         self.fails(2, "vivace bench: there is no command 'dance', only step, ops, serve\n", "bench", "dance")
         self.fails(2, "there is no command 'dance', only schedule, explain\n", "ops", "dance")
+        self.fails(2, "vivace bench: a command is missing, one of step, ops, serve\n", "bench")
         self.fails(2, "there is no option '--tempo'", *GENERATE, "--tempo", "1")
         self.fails(2, "there is no option '--tempo'", "--tempo")
         self.fails(2, "'fast' follows no option that takes it", *GENERATE, "fast")
@@ -59,14 +60,14 @@ class UsageErrors(Case):
 
     def test_values_that_do_not_fit(self):
         wrong = {
-            "--temperature": (["nan", "-1", "inf", "warm", ""], "needs a finite number of at least 0"),
+            "--temperature": (["nan", "-1", "inf", "warm", "", "1e300"], "needs a finite number of at least 0"),
             "--max-tokens": (["-1", "0", "1.5", "many"], "needs an integer of at least 1"),
             "--top-p": (["0", "1.01", "nan"], "needs a number above 0 and at most 1"),
             "--min-p": (["-0.1", "2"], "needs a number of at least 0 and at most 1"),
             "--top-k": (["-1"], "needs an integer of at least 0"),
             "--seed": (["-1", "x"], "needs an integer of at least 0"),
             "--logprobs": (["21", "-1"], "needs an integer from 0 to 20"),
-            "--repetition-penalty": (["0", "-1"], "needs a finite number above 0"),
+            "--repetition-penalty": (["0", "-1", "1e39"], "needs a finite number above 0"),
             "--presence-penalty": (["2.5"], "needs a number of at least -2 and at most 2"),
             "--frequency-penalty": (["-3"], "needs a number of at least -2 and at most 2"),
             "--logit-bias": (["5", "x=1", "-1=1", "3=inf"], "needs ID=BIAS"),
@@ -93,6 +94,10 @@ class UsageErrors(Case):
                     self.assertIn(flag, run.err)
                     if flag not in ("--prefer", "--prompt-ids"):  # these name the part that does not fit
                         self.assertIn(f"'{value}'", run.err)
+
+    def test_values_that_the_request_does_not_take(self):
+        self.fails(2, "--stop[1] has 5000 bytes, needs 1..4096", *GENERATE, "--stop", "a", "--stop", "b" * 5000)
+        self.fails(2, "--temperature is '1e300', needs a finite number of at least 0 in fp32", "bench", "serve", "--model", HY3, "--temperature", "1e300")
 
     def test_numbers_beyond_64_bits(self):
         for value in ["9223372036854775808", "99999999999999999999", "-99999999999999999999"]:

@@ -161,6 +161,26 @@ class Errors(Case):
             self.assertLess(time.monotonic(), end, "the request is not in the log")
         self.assertEqual((lines[0]["status"], lines[0]["completion_tokens"]), (200, 16))
 
+    def test_the_log_has_what_was_refused_and_whose_it_was(self):
+        head = b"POST /v1/completions?x=1 HTTP/1.1\r\nHost: x\r\n"
+        for text, status, method, path in ((b"BREW / HTCPCP/1.0\r\n\r\n", 400, "", ""), (b"GET /health HTTP/1.1\r\n\r\n", 400, "GET", "/health"),
+                                           (head + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", 415, "POST", "/v1/completions"),
+                                           (head + b"Content-Length: 99999999\r\n\r\n", 413, "POST", "/v1/completions"),
+                                           (head + b"X: " + b"y" * 5000 + b"\r\n\r\n", 431, "POST", "/v1/completions"),
+                                           (head + b"Content-Length: 9\r\n\r\n{", 408, "POST", "/v1/completions")):
+            with socket.create_connection(("127.0.0.1", self.server.port), timeout=20 * SLOWER) as connection:
+                peer = "{}:{}".format(*connection.getsockname())
+                connection.sendall(text)
+                got = connection.recv(65536).decode("latin-1")
+            self.assertEqual(int(got.split()[1]), status)
+            end = time.monotonic() + 5 * SLOWER
+            while not (lines := [json.loads(line) for line in self.server.output().splitlines() if f'"{peer}"' in line]):
+                self.assertLess(time.monotonic(), end, "the refusal is not in the log")
+                time.sleep(0.01)
+            line = lines[-1]
+            self.assertEqual([line[name] for name in ("event", "peer", "method", "path", "status")], ["refused", peer, method, path, status])
+            self.assertIn(line["request_id"], got)
+
     def test_metrics_are_those_of_the_page(self):
         self.server.post("/v1/completions", {"prompt": "x"}, headers=AUTHORIZED)
         text = self.server.get("/metrics").body.decode()
