@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import unittest
 
 from vivace import BINARY, Case, ROOT, SANITIZED, main, vivace
@@ -137,6 +138,40 @@ class Documents(Case):
                     self.assertTrue((path.parent / target).exists(), f"{document} links to {target}")
             for target in re.findall(r"`((?:src|include|apps|tests|docs|tools|cmake|bench)/[\w./-]+\.\w+)`", path.read_text()):
                 self.assertTrue((ROOT / target).exists(), f"{document} names {target}")
+
+
+class TheScript(Case):
+    """./run build, with a cmake that says and does what it is told."""
+
+    def build(self, said, code):
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        (folder / "run").write_text((ROOT / "run").read_text())
+        tools = folder / "tools"
+        tools.mkdir()
+        for name, does in (("dpkg-query", "echo install ok installed"), ("cmake", f"cat <<'TEXT'\n{said}\nTEXT\nexit {code}")):
+            (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+            (tools / name).chmod(0o755)
+        (folder / "build").mkdir()
+        (folder / "build" / "build.ninja").touch()
+        ran = subprocess.run(["bash", "run", "build"], cwd=folder, capture_output=True, text=True, timeout=60,
+                             env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"})
+        return ran.returncode, ran.stderr, (folder / "build" / "build.log").read_text()
+
+    def test_what_compilers_say_stays_in_a_file(self):
+        notes = "ptxas warning : Registers are spilled\nptxas info : Potential Performance Loss"
+        code, shown, log = self.build(f"@1 of 2 a.o\n{notes}\n@2 of 2 b.o", 0)
+        self.assertEqual((code, log), (0, f"{notes}\n"))
+        self.assertIn("      building: 2 of 2\n      the compilers warned: build/build.log\n", shown)
+        self.assertNotIn("ptxas", shown)
+        code, shown, log = self.build("@1 of 1 a.o", 0)
+        self.assertEqual((code, log, "warned" in shown), (0, "", False))
+
+    def test_a_build_that_fails_says_why(self):
+        code, shown, _ = self.build("@1 of 2 a.o\nptxas warning : spilled\nFAILED: b.o\nb.cc:1: error: no", 1)
+        self.assertEqual(code, 1)
+        self.assertIn("FAILED: b.o\nb.cc:1: error: no\nrun: the build failed", shown)
+        self.assertNotIn("ptxas", shown)
+        self.assertIn("unknown target\nrun: the build failed", self.build("ninja: error: unknown target", 1)[1])
 
 
 if __name__ == "__main__":
