@@ -1,5 +1,6 @@
 """cmake --install: the tree is complete, may be moved, and a program of another project builds against it."""
 
+import json
 import os
 import pathlib
 import re
@@ -50,17 +51,28 @@ class Install(Case):
                 self.assertNotIn(str(self.folder), text, f"{name} names the folder of the installation")
                 self.assertNotIn(str(ROOT), text, f"{name} names the folder of the sources")
 
-    def test_a_program_in_c_builds_against_the_tree(self):
+    def test_operators_from_cc_and_c(self):
+        folder = self.folder / "operators"
+        call("cmake", "-G", "Ninja", "-S", ROOT / "examples" / "operators", "-B", folder, f"-DCMAKE_PREFIX_PATH={self.prefix}")
+        call("cmake", "--build", folder)
+        row, *printed = call(folder / "operator_cc").splitlines()
+        self.assertRegex(row, r"^row cpu\.\w+$")
+        self.assertEqual(printed, ["1 2 13", "3 4 17",
+                                   "linear: parts[0].bias.shape[0] is 2, needs n0 = 3 (from parts[0].weight.shape[0])"])
+        choice, *from_c = call(folder / "operator_c").splitlines()
+        self.assertEqual(f"row {json.loads(choice)['row']}", row)
+        self.assertEqual(from_c, printed)
+
+    def test_a_program_in_c_needs_no_cc(self):
         folder = self.folder / "c"
         folder.mkdir()
-        (folder / "main.c").write_text('#include <stdio.h>\n#include "vivace/c_api.h"\n'
-                                       'int main(void) { return puts(vivace_version()) < 0; }\n')
+        (folder / "main.c").write_text((ROOT / "examples" / "operators" / "main.c").read_text())
         (folder / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.25)\nproject(c LANGUAGES C)\n"
                                                "find_package(vivace 0.1 REQUIRED)\nadd_executable(c main.c)\n"
                                                "target_link_libraries(c PRIVATE vivace::c)\n")
         call("cmake", "-G", "Ninja", "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={self.prefix}")
         call("cmake", "--build", folder / "build")
-        self.assertRegex(call(folder / "build" / "c"), r"^\d+\.\d+\.\d+$")
+        self.assertIn("\n3 4 17\n", call(folder / "build" / "c"))
 
     def test_the_program_alone(self):
         only = self.folder / "program"
