@@ -131,16 +131,18 @@ enum {
   VIVACE_FP8_BLOCK = 2   /* f32 [tokens, ceil(width / 128)], made */
 };
 
-/* residual += x and v = residual; without a residual v = x. y = v / sqrt(mean(v * v) + eps) * weight. */
+/* residual += x and v = residual; without a residual v = x. y = v / sqrt(mean(v * v) + eps) * weight.
+ * y_fp8 is what vivace_quantize_fp8 makes of y. */
 typedef struct vivace_rms_norm_args {
   size_t struct_bytes;
   vivace_tensor x;        /* [tokens, hidden], f32 or bf16 */
   vivace_tensor residual; /* optional, [tokens, hidden]; updated in place */
   vivace_tensor weight;   /* [hidden], f32, f16 or bf16 */
   vivace_tensor y;        /* out, [tokens, hidden], f32, bf16 or fp8 */
-  vivace_tensor y_scale;  /* with fp8 y: as y_scaling says */
+  vivace_tensor y_scale;  /* with fp8 y or y_fp8: as y_scaling says */
   int64_t y_scaling;      /* VIVACE_FP8_* */
   double eps;
+  vivace_tensor y_fp8; /* optional out where y is not fp8, [tokens, hidden], fp8 */
 } vivace_rms_norm_args;
 vivace_code vivace_rms_norm(const vivace_rms_norm_args* args, const vivace_stream* stream);
 vivace_code vivace_rms_norm_cost(const vivace_rms_norm_args* args, vivace_cost* cost);

@@ -20,7 +20,7 @@ _PARTS = " ".join(f"parts_{i}_{part}" for i in range(3) for part in (
 _SHARED = " ".join(f"shared_{part}?" for part in ("gate", "up", "down", "gate_scale", "up_scale", "down_scale", "act_scale"))
 
 _TABLE = {
-    "rms_norm": f"x residual?! weight {_SCALED} eps:float",
+    "rms_norm": f"x residual?! weight {_SCALED} eps:float y_fp8?!",
     "linear": f"x x_scale? {_PARTS} workspace?! part_count:int x_scaling:int exact:int batch_invariant:int "
               "weight_ready:int",
     "embedding": "ids table y!",

@@ -137,19 +137,21 @@ def empty_scale(like: Array, shape: Sequence[int], scaling: str) -> Array:
     return empty(like, (tokens,) if scaling == "token" else (tokens, _blocks(width)), "f32")
 
 
-@_operator({}, plain=True, y="out", y_scale="out_scale")
+@_operator({}, plain=True, y="out", y_scale="out_scale", y_fp8="out_fp8")
 def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: float = 1e-6, out: Array | None = None,
-             out_scale: Array | None = None, scaling: str = "tensor") -> Array:
+             out_scale: Array | None = None, scaling: str = "tensor", out_fp8: Array | None = None) -> Array:
     """residual += x and v = residual, or v = x; then out = v / sqrt(mean(v * v) + eps) * weight.
 
     x, residual, out  [tokens, hidden], f32 or bf16; out also fp8, then with out_scale; residual is updated in place
     weight            [hidden], f32, f16 or bf16
-    scaling           of fp8 out alone
+    out_fp8           [tokens, hidden], fp8: what quantize_fp8 makes of out, beside it
+    scaling           of fp8 out, or of out_fp8
     out_scale         f32: [1], given, for scaling "tensor"; [tokens], made, for "token"; [tokens, ceil(hidden / 128)], made, for "block"
     """
     if out is None:
         out = empty(x, shape_of(x), dtype_of(x))
-    return (x, residual, weight, out, out_scale, _scaling("rms_norm", scaling, "out", out), eps), out
+    code = _scaling("rms_norm", scaling, "out", out) if out_fp8 is None else _scaling("rms_norm", scaling, "out_fp8", out_fp8)
+    return (x, residual, weight, out, out_scale, code, eps, out_fp8), out
 
 
 def _linear_values(x: Array, x_scale: Array | None, parts: Sequence[tuple], scaling: str, exact: bool, batch_invariant: bool,

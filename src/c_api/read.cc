@@ -210,7 +210,8 @@ RmsNormArgs read(Reader& reader, const vivace_rms_norm_args& from) {
           .y = reader.output("y", from.y, "x"),
           .y_scale = reader.output("y_scale", from.y_scale),
           .y_scaling = reader.one_of("y_scaling", from.y_scaling, Fp8Scaling::block),
-          .eps = from.eps};
+          .eps = from.eps,
+          .y_fp8 = reader.output("y_fp8", from.y_fp8)};
 }
 
 LinearArgs read(Reader& reader, const vivace_linear_args& from) {

@@ -129,8 +129,8 @@ inline BlockInput fp8_input(const Activations& buffers, const BlockInputFormat& 
 /// explaining and sizing, so they cannot disagree.
 ///
 /// The residual stream is updated by the norm that follows a block: rms_norm adds the block's output to it and
-/// normalises the sum in one pass. Matrices of fp8 get their input quantised by what makes it: rms_norm, silu_mul,
-/// or, where others need it as it is (the router) or nobody can (attention), by quantize_fp8 behind it. After
+/// normalises the sum in one pass. Matrices of fp8 get their input quantised by what makes it: rms_norm, also beside what others
+/// need as it is (the router), and silu_mul; or, where nobody can (attention), by quantize_fp8 behind it. After
 /// attention in the last layer only rows whose logits are wanted go on; a step without any ends at that layer's keys
 /// and values.
 template <class Run>
@@ -150,13 +150,17 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                           .schedule = buffers.schedule}));
   }
   using internal::BlockInput;
-  const auto norm = [&](int64_t layer, const Tensor& weight, const BlockInput& to) {
+  /// Into to.x, which with `fp8` is quantised beside it.
+  const auto norm = [&](int64_t layer, const Tensor& weight, const BlockInput& to,
+                        const BlockInput* fp8 = nullptr) {
+    const BlockInput& quantised = fp8 != nullptr ? *fp8 : to;
     RmsNormArgs args{.x = residual,
                      .weight = weight,
                      .y = to.x,
-                     .y_scale = to.scale,
-                     .y_scaling = to.scaling,
-                     .eps = config.rms_eps};
+                     .y_scale = quantised.scale,
+                     .y_scaling = quantised.scaling,
+                     .eps = config.rms_eps,
+                     .y_fp8 = fp8 != nullptr ? fp8->x : Tensor()};
     if (delta.present()) {
       args.x = delta;
       args.residual = residual;
@@ -165,13 +169,6 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
   };
   const auto fp8_input = [&](const BlockInputFormat& format, int64_t width) {
     return internal::fp8_input(buffers, format, tokens, width);
-  };
-  /// Turns activations into what matrices of this format take.
-  const auto quantise = [&](int64_t layer, const BlockInputFormat& format, BlockInput& input) -> Status {
-    if (!format.fp8) return {};
-    const Tensor x = input.x;
-    input = fp8_input(format, x.shape[1]);
-    return run(layer, QuantizeFp8Args{.x = x, .y = input.x, .scale = input.scale, .scaling = input.scaling});
   };
   const auto project = [&](int64_t layer, const BlockInput& input, std::initializer_list<LinearPart> parts) {
     LinearArgs args{.x = input.x,
@@ -269,7 +266,12 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     }
     delta = buffers.delta.rows(0, tokens);
     BlockInput o_input{.x = attended};
-    VIVACE_TRY(quantise(l, weights.o_input, o_input));
+    if (weights.o_input.fp8) {
+      o_input = fp8_input(weights.o_input, width_q);
+      VIVACE_TRY(
+          run(l, QuantizeFp8Args{
+                     .x = attended, .y = o_input.x, .scale = o_input.scale, .scaling = o_input.scaling}));
+    }
     VIVACE_TRY(project(l, o_input, {internal::part(weights.o, delta)}));
 
     if (!weights.sparse()) {
@@ -296,7 +298,11 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                     .y_scaling = down_input.scaling}));
       VIVACE_TRY(project(l, down_input, {internal::part({dense.down, dense.down_scale}, delta)}));
     } else {
-      VIVACE_TRY(norm(l, weights.post_attention_norm, {.x = normed}));
+      // The router takes it as it is.
+      const BlockInput mlp_input =
+          weights.mlp_input.fp8 ? fp8_input(weights.mlp_input, config.hidden) : BlockInput{.x = normed};
+      VIVACE_TRY(
+          norm(l, weights.post_attention_norm, {.x = normed}, weights.mlp_input.fp8 ? &mlp_input : nullptr));
       const Tensor scores = buffers.scores.rows(0, tokens);
       const Tensor ids =
           internal::reshaped(buffers.expert_ids.rows(sparse_layers++, 1), tokens, config.top_k);
@@ -317,8 +323,6 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                                                                       : RouteScoring::sigmoid,
                                .renormalise = config.router_renormalise,
                                .scale = config.router_scale}));
-      BlockInput mlp_input{.x = normed};
-      VIVACE_TRY(quantise(l, weights.mlp_input, mlp_input));
       VIVACE_TRY(run(l, FusedMoeArgs{.x = mlp_input.x,
                                      .x_scale = mlp_input.scale,
                                      .gate_up = weights.experts_gate_up,

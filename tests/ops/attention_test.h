@@ -97,26 +97,6 @@ inline void copy_elements(const Tensor& from, const Tensor& to, int64_t count) {
   std::memcpy(to.data, from.data, static_cast<size_t>(count * info_of(from.dtype).block_bytes));
 }
 
-/// Same shape, same bits.
-inline ::testing::AssertionResult same_bits(const Tensor& a, const Tensor& b) {
-  if (a.rank > 1) {
-    if (a.shape[0] != b.shape[0])
-      return ::testing::AssertionFailure() << a.shape[0] << " against " << b.shape[0];
-    for (int64_t i = 0; i < a.shape[0]; ++i) {
-      const ::testing::AssertionResult rows = same_bits(a.at(i), b.at(i));
-      if (!rows) return ::testing::AssertionFailure() << "[" << i << "]" << rows.message();
-    }
-    return ::testing::AssertionSuccess();
-  }
-  const size_t bytes = static_cast<size_t>(info_of(a.dtype).block_bytes);
-  for (int64_t i = 0; i < a.shape[0]; ++i) {
-    if (std::memcmp(a.as<char>() + i * bytes, b.as<char>() + i * bytes, bytes) == 0) continue;
-    return ::testing::AssertionFailure()
-           << "[" << i << "] " << load(a.dtype, a.data, i) << " against " << load(b.dtype, b.data, i);
-  }
-  return ::testing::AssertionSuccess();
-}
-
 /// What `value` is written to: keys [first, last) of request 0, or every query when there are none.
 struct NanCase {
   const char* name;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -152,6 +153,26 @@ void for_each_fitting_row(const Operator<Args>& op, const Args& args, const Stre
     for (const Need& need : row.needs) fits = fits && satisfied(need, facts);
     if (fits) body(RowUnderTest<Args>{row});
   }
+}
+
+/// Same shape, same bits.
+inline ::testing::AssertionResult same_bits(const Tensor& a, const Tensor& b) {
+  if (a.rank > 1) {
+    if (a.shape[0] != b.shape[0])
+      return ::testing::AssertionFailure() << a.shape[0] << " against " << b.shape[0];
+    for (int64_t i = 0; i < a.shape[0]; ++i) {
+      const ::testing::AssertionResult rows = same_bits(a.at(i), b.at(i));
+      if (!rows) return ::testing::AssertionFailure() << "[" << i << "]" << rows.message();
+    }
+    return ::testing::AssertionSuccess();
+  }
+  const size_t bytes = static_cast<size_t>(info_of(a.dtype).block_bytes);
+  for (int64_t i = 0; i < a.shape[0]; ++i) {
+    if (std::memcmp(a.as<char>() + i * bytes, b.as<char>() + i * bytes, bytes) == 0) continue;
+    return ::testing::AssertionFailure()
+           << "[" << i << "] " << load(a.dtype, a.data, i) << " against " << load(b.dtype, b.data, i);
+  }
+  return ::testing::AssertionSuccess();
 }
 
 }  // namespace vivace

@@ -16,13 +16,14 @@ TEST(RmsNorm, EveryRowAgreesWithTheReference) {
     RmsNormArgs reference = want.args;
     reference.y = exact;
     reference.y_scale = {};
+    reference.y_fp8 = {};
     ASSERT_OK(rms_norm_reference(reference, Stream{}));
     // The norm's relative error is half that of the sum of squares, whose terms are all positive; the sum with the
     // residual, the root and two products round once each.
     const Bound sum{0, 4 * 0x1p-24 * std::sqrt(static_cast<double>(c.hidden)) + 8 * 0x1p-24};
     // A sum of x and residual may cancel: its rounding is absolute, scaled by a norm near 1 and weights below 3.
     const Bound input = c.residual ? Bound{0x1p-24 * 8 * 4, 0} : Bound{};
-    const auto compare = [&](RmsNormProblem& got) {
+    const auto compare = [&](RmsNormProblem& got, const Stream& stream) {
       if (fp8) {
         EXPECT_TRUE(quantised(got.y, got.y_scale, c.scaling, exact, sum + input + Bound::store(DType::f32)));
         EXPECT_TRUE(got.y_scale.canaries_intact());
@@ -38,13 +39,23 @@ TEST(RmsNorm, EveryRowAgreesWithTheReference) {
         EXPECT_TRUE(got.residual.canaries_intact());
       }
       EXPECT_TRUE(got.y.canaries_intact());
+      if (!c.both) return;
+      std::mt19937 rng(2);
+      const Guarded y_fp8(DType::fp8_e4m3, {c.tokens, c.hidden});
+      const Guarded scale = random_scales(c.scaling, c.tokens, c.hidden, rng, 0.02);
+      if (c.scaling == Fp8Scaling::tensor) *scale.as<float>() = *got.y_scale.as<float>();
+      ASSERT_OK(quantize_fp8({.x = got.y, .y = y_fp8, .scale = scale, .scaling = c.scaling}, stream));
+      ASSERT_OK(finish(stream));
+      EXPECT_TRUE(same_bits(got.y_fp8, y_fp8));
+      EXPECT_TRUE(same_bits(got.y_scale, scale));
+      EXPECT_TRUE(got.y_fp8.canaries_intact() && got.y_scale.canaries_intact());
     };
     for (const Stream& stream : test_streams()) {
       for_each_fitting_row(kRmsNorm, want.args, stream, [&](const auto& row) {
         SCOPED_TRACE(row.name);
         RmsNormProblem got(c, 1);
         ASSERT_OK(row.run(got.args, stream));
-        compare(got);
+        compare(got, stream);
       });
     }
   }
@@ -101,6 +112,26 @@ TEST(RmsNorm, RefusesWhatDisagrees) {
   EXPECT_FAILS(rms_norm(args, Stream{.device = Device::cuda}), Code::invalid_argument,
                "x is on cpu, needs cuda");
 }
+
+TEST(RmsNorm, RefusesAnFp8OutputThatDisagrees) {
+  RmsNormProblem p({"", 2, 300, DType::bf16, DType::f32, false, 0, 1e-6, DType::none, DType::none,
+                    Fp8Scaling::block, true},
+                   1);
+  ASSERT_OK(rms_norm(p.args, Stream{}));
+  RmsNormArgs args = p.args;
+  args.y_scale = Tensor();
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "rms_norm: y_scale is absent");
+  args = p.args;
+  args.y_fp8 = args.y;
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "needs y_fp8 of type fp8, got bf16");
+  args = p.args;
+  args.y_fp8.shape[1] = 299;
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "y_fp8.shape[1] is 299, needs hidden = 300");
+  args = p.args;
+  args.y = args.y_fp8;
+  EXPECT_FAILS(rms_norm(args, Stream{}), Code::invalid_argument, "needs y of type f32 or bf16, got fp8");
+}
+
 TEST(RmsNorm, RefusesScalesThatDisagree) {
   RmsNormProblem p(
       {"", 2, 300, DType::bf16, DType::f32, false, 0, 1e-6, DType::none, DType::fp8_e4m3, Fp8Scaling::block},

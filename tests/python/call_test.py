@@ -75,7 +75,7 @@ def address(function):
 
 def site(run=ENTRY._run, workspace_bytes=None, exchange=EXCHANGE, workspace=-1, types=(Tensor,), is_lazy=None):
     """A site of rms_norm; the caller keeps the functions and the exchange."""
-    return _call.make(address(run), address(workspace_bytes), ctypes.addressof(exchange), "tttttif", workspace, types, is_lazy)
+    return _call.make(address(run), address(workspace_bytes), ctypes.addressof(exchange), "tttttift", workspace, types, is_lazy)
 
 
 class Calls(unittest.TestCase):
@@ -84,12 +84,12 @@ class Calls(unittest.TestCase):
         self.x, self.weight, self.y = Tensor([9, 3, 4, 0], [1, 2], first=1), Tensor([1, 2], [2]), Tensor([0, 0], [1, 2])
 
     def test_a_call(self):
-        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, 0)), 0)
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, 0, None)), 0)
         self.assertAlmostEqual(self.y.memory[1], 8 / 12.5**0.5, places=6)
         self.assertEqual([(row["row"], row["calls"]) for row in vivace.counts()], [("cpu.simd", 1)])
 
     def test_an_error_is_the_librarys(self):
-        self.assertEqual(site()((self.x, None, Tensor([1], [1]), self.y, None, 0, 0.0)), 1)
+        self.assertEqual(site()((self.x, None, Tensor([1], [1]), self.y, None, 0, 0.0, None)), 1)
         with self.assertRaisesRegex(ValueError, "weight.shape"):
             _library.check(1)
 
@@ -98,18 +98,18 @@ class Calls(unittest.TestCase):
         for place, value in [(0, Tensor([1, 2], [1, 2], kind=DOUBLE)), (0, Tensor([1, 2], [1] * 5 + [2])), (0, Tensor([1, 2], [1, 2], device=9)),
                              (0, Tensor([1, 2], [1, 2], device=0)), (0, Tensor([1, 2], [1, 2], device=2)), (0, Other([1, 2], [1, 2])), (0, 5),
                              (2, Tensor([1, 2], [2], kind=(2, 32, 4))), (5, 0.0), (5, 2**63), (6, "0"), (6, 10**400), (6, None)]:
-            values = [self.x, None, self.weight, self.y, None, 0, 0.0]
+            values = [self.x, None, self.weight, self.y, None, 0, 0.0, None]
             values[place] = value
             self.assertEqual(call(tuple(values)), -1, (place, value))
-        self.assertEqual(call((None,) * 5 + (0, 0.0)), -1)  # where would it run?
+        self.assertEqual(call((None,) * 5 + (0, 0.0, None)), -1)  # where would it run?
         self.assertEqual(list(self.y.memory), [0, 0])
 
     def test_a_bool_is_a_number(self):
-        self.assertEqual(site()((self.x, None, self.weight, self.y, None, False, True)), 0)
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, False, True, None)), 0)
 
     def test_needs_as_many_values_as_arguments(self):
-        for wrong in ((), (self.x,), [self.x, None, self.weight, self.y, None, 0, 0.0], None):
-            with self.assertRaisesRegex(TypeError, "a tuple of 7 values"):
+        for wrong in ((), (self.x,), [self.x, None, self.weight, self.y, None, 0, 0.0, None], None):
+            with self.assertRaisesRegex(TypeError, "a tuple of 8 values"):
                 site()(wrong)
 
     def test_what_makes_no_site(self):
@@ -177,8 +177,8 @@ class Calls(unittest.TestCase):
 
     def test_what_cannot_be_bound(self):
         parameters, positional, values = ENTRY._parameters
-        for wrong in ((parameters, 9, values), (parameters, -1, values), (parameters, 2, values[1:]), ((("x", True, 7, 1),), 0, values),
-                      ((("x", True, 5, 3),), 0, values), ((("x", True, 0, 0),), 0, values), (parameters * 8, 2, values), (parameters, 2, (*values[:-1], "0"))):
+        for wrong in ((parameters, 9, values), (parameters, -1, values), (parameters, 2, values[1:]), ((("x", True, 8, 1),), 0, values),
+                      ((("x", True, 6, 3),), 0, values), ((("x", True, 0, 0),), 0, values), (parameters * 8, 2, values), (parameters, 2, (*values[:-1], "0"))):
             with self.assertRaises(ValueError):
                 _call.bind(site(), *wrong)
         with self.assertRaises(TypeError):
@@ -211,7 +211,7 @@ class Calls(unittest.TestCase):
             for shift in range(2):  # four of the types each
                 first, *others = (Tensor([1, 2, 3, 4], [2], kind=kind, device=device, ordinal=3, first=shift) for kind in kinds[4 * shift:4 * shift + 4])
                 others[0].shape, others[0].strides = (ctypes.c_int64 * 5)(2, 1, 1, 2, 1), (ctypes.c_int64 * 5)(9, 8, 7, 6, 5)
-                values = (first, others[0], others[1], others[2], None, 2**62 + shift, -0.5)
+                values = (first, others[0], others[1], others[2], None, 2**62 + shift, -0.5, None)
                 self.assertEqual(call(values), 7)
                 args, stream = given.pop()
                 self.assertEqual(args, b"".join(ENTRY._parts(values, framework)), (device, shift))
@@ -242,13 +242,13 @@ class Calls(unittest.TestCase):
 
             streams = exchange(stream_of)
             on_gpu = [Tensor([1, 2], [2], device=2) for _ in range(3)]
-            self.assertEqual(site(run, exchange=streams)((on_gpu[0], None, *on_gpu[1:], None, 0, 0.0)), 0)
+            self.assertEqual(site(run, exchange=streams)((on_gpu[0], None, *on_gpu[1:], None, 0, 0.0, None)), 0)
             self.assertEqual(seen, [(True, True)], when)
             gc.collect()
             self.assertIsNone(first(), when)
         vivace.configure()
         first = weakref.ref(_library.context())
-        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, "0")), -1)  # left after a look
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, "0", None)), -1)  # left after a look
         vivace.configure()
         gc.collect()
         self.assertIsNone(first())
@@ -267,7 +267,7 @@ class Calls(unittest.TestCase):
         other.start()
         signal.alarm(20)  # where no other thread gets to run
         start = time.monotonic()
-        site(ctypes.CDLL(None).pause)((self.x, None, self.weight, self.y, None, 0, 0.0))
+        site(ctypes.CDLL(None).pause)((self.x, None, self.weight, self.y, None, 0, 0.0, None))
         took = time.monotonic() - start
         signal.alarm(0)
         done.set()
@@ -281,7 +281,7 @@ class Calls(unittest.TestCase):
 
         types, ask = weakref.ref(Local), weakref.ref(Local.ask)
         call = site(types=(Local,), is_lazy=Local.ask)
-        self.assertEqual(call((Local([1], [1, 1]), None, Local([1], [1]), Local([0], [1, 1]), None, 0, 0.0)), 0)
+        self.assertEqual(call((Local([1], [1, 1]), None, Local([1], [1]), Local([0], [1, 1]), None, 0, 0.0, None)), 0)
         del Local
         gc.collect()
         self.assertTrue(types() and ask())
@@ -304,9 +304,9 @@ class Calls(unittest.TestCase):
 
         call = site(run, workspace_bytes, workspace=4)
         for self.needed, self.code, result in ((0, 0, 5), (16, 0, -1), (0, 1, -1)):
-            self.assertEqual(call((self.x, None, self.weight, self.y, None, 0, 0.0)), result, (self.needed, self.code))
+            self.assertEqual(call((self.x, None, self.weight, self.y, None, 0, 0.0, None)), result, (self.needed, self.code))
             self.assertEqual(asked.pop()[-8:], struct.pack("=Q", _library.context().handle))
-        self.assertEqual(call((self.x, None, self.weight, self.y, self.x, 0, 0.0)), 5)
+        self.assertEqual(call((self.x, None, self.weight, self.y, self.x, 0, 0.0, None)), 5)
         self.assertEqual(asked, [])
 
     def test_numbers_that_are_not_those_in_memory(self):
@@ -322,16 +322,16 @@ class Calls(unittest.TestCase):
         parts = Tensor([1, 2, 3, 4], [2, 1], strides=[2, 2])
         column, y = Tensor([1, 1], [2, 1]), Tensor([0, 0], [2, 1])  # which has odd strides
         for answer, result in ((False, 0), (True, -1), (ValueError, -1)):
-            self.assertEqual(call((parts, None, Tensor([1], [1]), y, None, 0, 0.0)), result, answer)
+            self.assertEqual(call((parts, None, Tensor([1], [1]), y, None, 0, 0.0, None)), result, answer)
             self.assertIs(asked[0], parts)
             asked.clear()
         for answer in (KeyboardInterrupt, MemoryError):
             with self.assertRaises(answer):
-                call((parts, None, Tensor([1], [1]), y, None, 0, 0.0))
+                call((parts, None, Tensor([1], [1]), y, None, 0, 0.0, None))
         asked.clear()
-        self.assertEqual(call((self.x, None, self.weight, self.y, None, 0, 0.0)), 0)
+        self.assertEqual(call((self.x, None, self.weight, self.y, None, 0, 0.0, None)), 0)
         self.assertEqual(asked, [])
-        self.assertEqual(call((column, None, self.weight, y, None, 0, 0.0)), 1)
+        self.assertEqual(call((column, None, self.weight, y, None, 0, 0.0, None)), 1)
         self.assertEqual(asked, [])
 
     def test_one_module_in_a_process(self):
@@ -340,7 +340,7 @@ class Calls(unittest.TestCase):
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
         code = ("import importlib, call_test as t\n"
                 "x, y = t.Tensor([1, 2], [1, 2]), t.Tensor([0, 0], [1, 2])\n"
-                "values = (x, None, t.Tensor([1, 2], [2]), y, None, 0, 0.0)\n"
+                "values = (x, None, t.Tensor([1, 2], [2]), y, None, 0, 0.0, None)\n"
                 "t.vivace.configure(prefer='rms_norm=reference')\n"
                 "assert t.site()(values) == 0\n"
                 "importlib.reload(t._library)\n"
@@ -351,11 +351,11 @@ class Calls(unittest.TestCase):
 
     def test_a_context_goes_with_its_last_user(self):
         first = weakref.ref(_library.context())
-        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, 0.0)), 0)
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, 0.0, None)), 0)
         vivace.configure(prefer="rms_norm=reference")
         gc.collect()
         self.assertIsNone(first())
-        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, 0.0)), 0)
+        self.assertEqual(site()((self.x, None, self.weight, self.y, None, 0, 0.0, None)), 0)
         self.assertEqual([row["row"] for row in vivace.counts()], ["reference"])
         vivace.configure(prefer="")
 

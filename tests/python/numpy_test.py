@@ -220,6 +220,19 @@ class Arrays(unittest.TestCase):
             for y in (vivace.attention_prefill(*call), vivace.decode_attention(*call)):
                 self.assertTrue(y[1].any() and not y[0].any() and not y[2].any())
 
+    def test_a_norm_gives_fp8_beside_its_output(self):
+        x, weight = np.random.default_rng(3).standard_normal((3, 300)).astype("float32"), np.ones(300, "float32")
+        both, alone = (vivace.Typed(np.zeros((3, 300), "uint8"), "fp8_e4m3") for _ in range(2))
+        made, expected = (vivace.empty_scale(x, x.shape, "block") for _ in range(2))
+        y = vivace.rms_norm(x, weight, out_fp8=both, out_scale=made, scaling="block")
+        vivace.quantize_fp8(y, out=alone, scale=expected, scaling="block")
+        self.assertTrue(np.array_equal(y, vivace.rms_norm(x, weight)))
+        self.assertTrue(np.array_equal(both.array, alone.array) and np.array_equal(made, expected))
+        with self.assertRaisesRegex(ValueError, "rms_norm: out_scale is absent"):
+            vivace.rms_norm(x, weight, out_fp8=both)
+        with self.assertRaisesRegex(ValueError, "which is for fp8, needs 'tensor': out_fp8 is f32"):
+            vivace.rms_norm(x, weight, out_fp8=y, out_scale=made, scaling="block")
+
     def test_what_is_read_only_is_not_written(self):
         out = np.zeros((1, 8), "float32")
         out.flags.writeable = False

@@ -111,14 +111,14 @@ class Torch(unittest.TestCase):
 
     def test_what_is_not_taken_apart_in_c(self):
         call, x, w = self.quick("rms_norm"), torch.ones(2, 8), torch.ones(8)
-        self.assertEqual(call((x, None, w, x, None, 0, 1)), 0)  # a whole number is one with a point too
-        self.assertEqual(call((x, None, torch.ones(7), x, None, 0, 1e-6)), 1)
-        for values in [(x.double(), None, w, x, None, 0, 1e-6), (x.view(1, 1, 1, 1, 2, 8), None, w, x, None, 0, 1e-6),
-                       (x.numpy(), None, w, x, None, 0, 1e-6), (x, None, w, x, None, 2**64, 1e-6), (x, None, w, x, None, np.int64(0), 1e-6),
-                       (x, None, w, x, None, 0, None), (None, None, w, x, None, 0, "1"), (x, None, w, x.to("meta"), None, 0, 1e-6)]:
+        self.assertEqual(call((x, None, w, x, None, 0, 1, None)), 0)  # a whole number is one with a point too
+        self.assertEqual(call((x, None, torch.ones(7), x, None, 0, 1e-6, None)), 1)
+        for values in [(x.double(), None, w, x, None, 0, 1e-6, None), (x.view(1, 1, 1, 1, 2, 8), None, w, x, None, 0, 1e-6, None),
+                       (x.numpy(), None, w, x, None, 0, 1e-6, None), (x, None, w, x, None, 2**64, 1e-6, None), (x, None, w, x, None, np.int64(0), 1e-6, None),
+                       (x, None, w, x, None, 0, None, None), (None, None, w, x, None, 0, "1", None), (x, None, w, x.to("meta"), None, 0, 1e-6, None)]:
             self.assertEqual(call(values), -1)
-        for wrong in ((x,), [x, None, w, x, None, 0, 1e-6]):
-            with self.assertRaisesRegex(TypeError, "a tuple of 7 values"):
+        for wrong in ((x,), [x, None, w, x, None, 0, 1e-6, None]):
+            with self.assertRaisesRegex(TypeError, "a tuple of 8 values"):
                 call(wrong)
         with self.assertRaisesRegex(ValueError, r"^rms_norm: x is torch.float32 \(1, 1, 1, 1, 2, 8\), needs at most 5"):
             vivace.rms_norm(x.view(1, 1, 1, 1, 2, 8), w, out=x)
@@ -260,9 +260,9 @@ class Torch(unittest.TestCase):
     def test_fake_tensors_are_refused_as_others(self):
         from torch._subclasses.fake_tensor import FakeTensorMode
         x, y, ids = torch.empty(4, 64), torch.empty(4, 64), torch.empty(4, dtype=torch.int32)
-        fits = (x, None, torch.empty(64), y, None, 0, 1e-6)
+        fits = (x, None, torch.empty(64), y, None, 0, 1e-6, None)
         calls = [(torch.ops.vivace.rms_norm, (*fits[:2], torch.empty(63), *fits[3:])), (torch.ops.vivace.rms_norm, (x.double(), *fits[1:])),
-                 (torch.ops.vivace.rms_norm, (x.view(1, 1, 1, 1, 4, 64), *fits[1:])), (torch.ops.vivace.rms_norm, (*fits[:6], -1.0)),
+                 (torch.ops.vivace.rms_norm, (x.view(1, 1, 1, 1, 4, 64), *fits[1:])), (torch.ops.vivace.rms_norm, (*fits[:6], -1.0, None)),
                  (torch.ops.vivace.silu_mul, (x.t(), y.t(), torch.empty(64, 4), None, 0)), (torch.ops.vivace.embedding, (ids.long(), x, y))]
         mode = FakeTensorMode()
         for operator, values in calls:
@@ -371,7 +371,7 @@ class Torch(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "meta"):
             vivace.rms_norm(x, torch.ones(64, device="meta"))
         with self.assertRaisesRegex(ValueError, "weight.shape"):
-            torch.ops.vivace.rms_norm(x, None, torch.ones(63), x, None, 0, 1e-6)
+            torch.ops.vivace.rms_norm(x, None, torch.ones(63), x, None, 0, 1e-6, None)
 
 
 if __name__ == "__main__":

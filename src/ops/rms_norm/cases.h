@@ -18,6 +18,7 @@ struct RmsNormCase {
   DType residual_type = DType::none;  ///< none: x's
   DType y = DType::none;              ///< none: x's
   Fp8Scaling scaling = Fp8Scaling::tensor;
+  bool both = false;  ///< y_fp8 beside y
 };
 
 inline constexpr RmsNormCase kRmsNormTestCases[] = {
@@ -46,6 +47,16 @@ inline constexpr RmsNormCase kRmsNormTestCases[] = {
      Fp8Scaling::block},
     {"fp8 blocks, odd width", 3, 333, DType::bf16, DType::f32, true, 350, 1e-6, DType::none, DType::fp8_e4m3,
      Fp8Scaling::block},
+    {"bf16 and fp8, static", 5, 512, DType::bf16, DType::bf16, true, 0, 1e-6, DType::f32, DType::bf16,
+     Fp8Scaling::tensor, true},
+    {"bf16 and fp8 per token, strided", 3, 1000, DType::bf16, DType::bf16, false, 1024, 1e-6, DType::none,
+     DType::bf16, Fp8Scaling::token, true},
+    {"bf16 and fp8 blocks, wide", 2, 16384, DType::f32, DType::bf16, true, 0, 1e-6, DType::f32, DType::bf16,
+     Fp8Scaling::block, true},
+    {"f32 and fp8 blocks, odd width", 3, 333, DType::f32, DType::f32, true, 350, 1e-6, DType::none,
+     DType::none, Fp8Scaling::block, true},
+    {"bf16 and fp8, static, odd width", 2, 71, DType::bf16, DType::f16, false, 0, 1e-6, DType::none,
+     DType::none, Fp8Scaling::tensor, true},
 };
 
 inline constexpr RmsNormCase kRmsNormServingCases[] = {
@@ -56,6 +67,8 @@ inline constexpr RmsNormCase kRmsNormServingCases[] = {
     {"Hy3 decode 64, fp8", 64, 4096, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none, DType::fp8_e4m3},
     {"Qwen3-30B decode 64, fp8 blocks", 64, 2048, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none,
      DType::fp8_e4m3, Fp8Scaling::block},
+    {"Hy3 decode 64, bf16 and fp8", 64, 4096, DType::bf16, DType::bf16, true, 0, 1e-6, DType::none,
+     DType::bf16, Fp8Scaling::tensor, true},
 };
 
 inline std::span<const RmsNormCase> rms_norm_cases(CaseSize size) {
@@ -65,7 +78,7 @@ inline std::span<const RmsNormCase> rms_norm_cases(CaseSize size) {
 
 /// A case with its memory: random inputs, poisoned outputs.
 struct RmsNormProblem {
-  Guarded x, residual, weight, y, y_scale;
+  Guarded x, residual, weight, y, y_scale, y_fp8;
   RmsNormArgs args;
 
   RmsNormProblem(const RmsNormCase& c, uint32_t seed) {
@@ -81,14 +94,17 @@ struct RmsNormProblem {
                          c.row_stride);
       residual.random(rng);
     }
-    if (y_type == DType::fp8_e4m3) y_scale = random_scales(c.scaling, c.tokens, c.hidden, rng, 0.02);
+    if (c.both) y_fp8 = Guarded(DType::fp8_e4m3, {c.tokens, c.hidden}, c.row_stride);
+    if (c.both || y_type == DType::fp8_e4m3)
+      y_scale = random_scales(c.scaling, c.tokens, c.hidden, rng, 0.02);
     args = {.x = x,
             .residual = residual,
             .weight = weight,
             .y = y,
             .y_scale = y_scale,
             .y_scaling = c.scaling,
-            .eps = c.eps};
+            .eps = c.eps,
+            .y_fp8 = y_fp8};
   }
 };
 

@@ -105,6 +105,13 @@ void rms_norm_row(const RmsNormArgs& args, int64_t t) {
     make(i, count, values, true);
     store_floats(y.dtype, values, i, count, y.data);
   }
+  if (args.y_fp8.present()) {
+    const auto stored = [&](int64_t i, int64_t count, float* out, bool) {
+      load_floats(y.dtype, y.data, i, count, out);
+    };
+    quantize_columns(stored, 0, hidden, args.y_scaling, scales_of(args.y_scale, args.y_scaling, t),
+                     args.y_fp8.at(t).as<uint8_t>());
+  }
 }
 
 }  // namespace vivace::HWY_NAMESPACE

@@ -1,7 +1,7 @@
 // residual += x;  y = v / sqrt(mean(v²) + eps) · weight        one pass over memory
 //
 // Two numbers for a row of width H in bf16
-//   bytes  8 H   read x, read residual, write residual, write y; the weight stays in the L2
+//   bytes  8 H   read x, read residual, write residual, write y; the weight stays in the L2. 9 H with y_fp8
 //   flops  6 H   below one flop per byte: memory is the only roof
 //
 // A block per row, eight neighbours a thread, five times in wide rows. A thread asks for all of its values at once and keeps them in
@@ -29,8 +29,9 @@ struct Params {
   const void *x, *weight;
   void* residual;
   Out* y;
+  fp8* quantised;  // null: none but y
   float* scales;
-  int64_t hidden, x_stride, residual_stride, y_stride, scale_stride;
+  int64_t hidden, x_stride, residual_stride, y_stride, quantised_stride, scale_stride;
   DType weight_type;
   Fp8Scaling scaling;
   float eps;
@@ -52,13 +53,15 @@ __device__ __forceinline__ void load_weights(DType type, const void* weight, int
 template <class X, class Residual, class Out, int kPieces, bool kWide>
 __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_constant__ Params<Out> p) {
   constexpr bool kFp8 = std::is_same_v<Out, fp8>, kWeightsFirst = kPieces == 1;  // a matter of registers
+  const bool quantises = kFp8 || p.quantised != nullptr;
   const int64_t token = blockIdx.x;
   const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
   Residual* residual = static_cast<Residual*>(p.residual) + token * p.residual_stride;
   const auto begin = [](int piece) { return int64_t{threadIdx.x + piece * blockDim.x} * kOfLane; };
   wait_for_previous_kernel();
   Fp8Target target;
-  if constexpr (kFp8) target = fp8_target(p.y, p.y_stride, p.scales, p.scale_stride, p.scaling, token);
+  if (quantises)
+    target = fp8_target(p.quantised, p.quantised_stride, p.scales, p.scale_stride, p.scaling, token);
   float v[kPieces][kOfLane], weights[kPieces][kOfLane];
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
@@ -97,36 +100,35 @@ __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_con
       load_weights<kWide>(p.weight_type, p.weight, begin(i), p.hidden, weights[i]);
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) v[i][j] = v[i][j] * scale * weights[i][j];
-    if constexpr (
-        kFp8) {  // what lies past the row has no part in a made scale, even where it is 0 times infinity
+    if constexpr (!kFp8) store_eight<kWide>(v[i], p.y + token * p.y_stride, begin(i), p.hidden);
+  }
+  if (!quantises) return;
 #pragma unroll
-      for (int j = 0; j < kOfLane; ++j)
-        if (begin(i) + (kWide ? 0 : j) >= p.hidden) v[i][j] = 0.f;
+  for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) {
+      // What lies past the row has no part in a made scale, even where it is 0 times infinity.
+      const bool inside = begin(i) + (kWide ? 0 : j) < p.hidden;
+      v[i][j] = !inside ? 0.f : kFp8 ? v[i][j] : to_float(from_float<Out>(v[i][j]));
     }
   }
-
-  if constexpr (kFp8) {
-    if (p.scaling == Fp8Scaling::token) {
-      float max = 0.f;
+  if (p.scaling == Fp8Scaling::token) {
+    float max = 0.f;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
+    for (int i = 0; i < kPieces; ++i) {
 #pragma unroll
-        for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[i][j]);
-      }
-      const float made = made_scale(block_reduce<MaxMagnitude>(max));
-      if (threadIdx.x == 0) *target.scales = made;
+      for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[i][j]);
+    }
+    const float made = made_scale(block_reduce<MaxMagnitude>(max));
+    if (threadIdx.x == 0) *target.scales = made;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        divide(v[i], made);
-        store_eight<kWide>(v[i], target.y, begin(i), p.hidden);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) store_quantised<kWide>(v[i], begin(i), p.hidden, target);
+    for (int i = 0; i < kPieces; ++i) {
+      divide(v[i], made);
+      store_eight<kWide>(v[i], target.y, begin(i), p.hidden);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) store_eight<kWide>(v[i], p.y + token * p.y_stride, begin(i), p.hidden);
+    for (int i = 0; i < kPieces; ++i) store_quantised<kWide>(v[i], begin(i), p.hidden, target);
   }
 }
 
@@ -134,6 +136,7 @@ __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_con
 
 Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
   Status status;
+  const Tensor& quantised = args.y.dtype == DType::fp8_e4m3 ? args.y : args.y_fp8;
   const auto run = [&](auto x, auto residual, auto out) {
     using X = decltype(x);
     using Residual = decltype(residual);
@@ -142,16 +145,18 @@ Status rms_norm_cuda(const RmsNormArgs& args, const Stream& stream) {
                              .weight = args.weight.data,
                              .residual = args.residual.data,
                              .y = args.y.as<Out>(),
+                             .quantised = quantised.as<fp8>(),
                              .scales = args.y_scale.as<float>(),
                              .hidden = args.x.shape[1],
                              .x_stride = args.x.stride[0],
                              .residual_stride = args.residual.stride[0],
                              .y_stride = args.y.stride[0],
+                             .quantised_stride = quantised.stride[0],
                              .scale_stride = args.y_scale.stride[0],
                              .weight_type = args.weight.dtype,
                              .scaling = args.y_scaling,
                              .eps = static_cast<float>(args.eps)};
-    const bool wide = are_wide(args.x.shape[1], args.x, args.residual, args.weight, args.y);
+    const bool wide = are_wide(args.x.shape[1], args.x, args.residual, args.weight, args.y, args.y_fp8);
     const auto with_pieces = [&]<int kPieces, bool kWide>() {
       const int64_t of_warp = int64_t{32} * kOfLane * kPieces;
       const int64_t warps = (args.x.shape[1] + of_warp - 1) / of_warp;

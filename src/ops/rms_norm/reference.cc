@@ -30,6 +30,10 @@ Status rms_norm_reference(const RmsNormArgs& args, const Stream&) {
     } else {
       for (int64_t i = 0; i < hidden; ++i) store(y.dtype, y.data, i, value[i]);
     }
+    if (args.y_fp8.present()) {
+      quantize_row([&](int64_t i) { return load(y.dtype, y.data, i); }, hidden, args.y_scaling,
+                   scales_of(args.y_scale, args.y_scaling, t), args.y_fp8.at(t).as<uint8_t>());
+    }
   }
   return {};
 }
