@@ -144,8 +144,9 @@ __global__ __launch_bounds__(kMostThreads) void route_top_k_kernel(const __grid_
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int warp = thread / 32, lane = thread % 32, warps = threads / 32;
   const int64_t token = blockIdx.x;
+  // The next kernel is not let in before this one has ended: fused_moe has a CTA an SM, and where some have one of these, two of
+  // its own would share another.
   device::wait_for_previous_kernel();
-  device::let_next_kernel_start();
   // All is asked for together: each of these waits for memory.
   const int64_t live_tokens = p.live_tokens != nullptr ? *p.live_tokens : p.tokens;
   float logits[kPerThread], bias[kPerThread];
