@@ -839,7 +839,7 @@ void add_bench_serve(CLI::App& bench, BenchServeArgs& a) {
           [&](int64_t n) { a.requests = n; });
   auto* concurrency = integer(c, "--concurrency", 1, 100000, "Closed loop: requests open at once [8]",
                               [&](int64_t n) { a.concurrency = n; });
-  number(c, "--rate", 0, 1e6, true, "Open loop: requests per second, Poisson", [&](double x) {
+  number(c, "--rate", 1e-3, 1e6, false, "Open loop: requests per second, Poisson", [&](double x) {
     a.rate = x;
   })->excludes(concurrency);
   integer(c, "--seed", 0, kAny, "Of lengths, prompts, arrivals and draws [0]",

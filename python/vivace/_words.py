@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping
 from . import _arrays
 from ._arrays import AN_ARRAY, DLPACK, DTYPES, FRAMEWORKS, NOTHING_BESIDE, Shape, framework_of, shape_of, shown
 
-REFUSALS = (AttributeError, IndexError, KeyError, NotImplementedError, OverflowError, TypeError, ValueError)
+REFUSALS = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 _MADE = ("out", "outs", "q", "expert_ids", "expert_weights", "zero_weight", "ids", "valid", "scale", "workspace")  # where not given
 _TUPLES = {"RouterWeight": "what vivace.prepare_router_weight returns", "ExpertWeights": "vivace.ExpertWeights(gate, up, down)",
@@ -110,6 +110,8 @@ def _wrong(what: str, annotation: str, value: Any, running: bool, error: Excepti
         names = _EXPERT_PARTS if plain else type(value)._fields
         fields = {} if kind == "DecodeScheduleParams" else dict(zip(names, value))
         terms = fields.get("terms", ())
+        if not isinstance(terms, (list, tuple)):
+            return TypeError(f"{what}.terms is {shown(terms)}, needs a tuple of arrays")
         items = [(f"{what}.terms[{i}]", term) for i, term in enumerate(terms)]
         items += [(f"{what}.{name}", item) for name, item in fields.items() if kind == "ExpertWeights" and item is not None]
         for name, said in _NUMBERS.get(kind, {}).items():
@@ -119,7 +121,7 @@ def _wrong(what: str, annotation: str, value: Any, running: bool, error: Excepti
         convert, needs = _PLAIN[kind]
         try:
             convert(value)
-        except (OverflowError, TypeError, ValueError) as unfit:
+        except (OverflowError, RuntimeError, TypeError, ValueError) as unfit:
             return (ValueError if isinstance(unfit, OverflowError) else TypeError)(f"{what} is {shown(value)}, needs {needs}")
         return None
     else:

@@ -612,7 +612,7 @@ def sampler(logits: Array, *, temperature: Array | None = None, top_p: Array | N
             int(count_ids)), Sampled(ids, valid, chosen, top_ids, top)
 
 
-@worded("decode_attention")
+@worded("decode_attention", kv_lengths=1)
 def decode_attention(q: Array, k: Array, v: Array, page_table: Array, kv_lengths: Array, query_start: Array, *,
                      max_query_tokens: int = 1, window: int = 0, piece_tiles: int = 0, **options: Any) -> Array:
     """attention_decode with a schedule of its own: for a single layer. A model makes one schedule per step and shares it."""

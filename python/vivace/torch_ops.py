@@ -38,6 +38,15 @@ def _kind_of(tensor: torch.Tensor) -> tuple[int, Any]:
 
 
 def _describe(tensor: torch.Tensor) -> bytes:
+    try:
+        return _described(tensor)
+    except RuntimeError as error:  # sparse, nested, within torch.vmap: torch itself says that there is no pointer, or no shape
+        said = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{_arrays.AN_ARRAY} is a {'nested' if tensor.is_nested else tensor.layout} tensor without an address, needs one with "
+                         f"strides in memory: {said}") from None
+
+
+def _described(tensor: torch.Tensor) -> bytes:
     shape = tensor.shape
     rank = len(shape)
     code, pack = _kind_of(tensor)

@@ -181,7 +181,8 @@ class UsageErrors(Case):
         bench = ["bench", "serve", "--model", HY3]
         self.fails(2, "needs uniform, mixed or multi-turn", *bench, "--workload", "bursty")
         self.fails(2, "needs an integer from 1", *bench, "--requests", "0")
-        self.fails(2, "--rate is '0'", *bench, "--rate", "0")
+        for rate in ("0", "1e-300"):  # whose first request would come when clocks have ended
+            self.fails(2, f"--rate is '{rate}', needs a number of at least 0.001 and at most 1000000", *bench, "--rate", rate)
         self.fails(2, "--concurrency", *bench, "--rate", "1", "--concurrency", "2")
         score = ["score", "--model", HY3, "--text-file", HY3 / "config.json"]
         self.fails(2, "--window", *score)

@@ -358,6 +358,30 @@ class Torch(unittest.TestCase):
         module.operators = (vivace.rms_norm, vivace.linear_parts)
         self.assertEqual(pickle.loads(pickle.dumps(module)).operators, module.operators)
 
+    def test_tensors_without_an_address(self):
+        x, weight = torch.ones(2, 8), torch.ones(8)
+        for wrong, said in ((x.to_sparse(), "torch.sparse_coo"), (torch.nested.nested_tensor([weight]), "nested"), (x.to_mkldnn(), "torch._mkldnn")):
+            for name, call in (("rms_norm: x", lambda: vivace.rms_norm(wrong, weight)), ("rms_norm: out", lambda: vivace.rms_norm(x, weight, out=wrong)),
+                               ("linear: weight", lambda: vivace.linear.explain(x, wrong))):
+                with self.assertRaisesRegex(ValueError, f"^{name} is a {said} tensor without an address, needs one with strides in memory: "):
+                    call()
+        with self.assertRaisesRegex(ValueError, "^rms_norm: x is a torch.strided tensor without an address"):
+            torch.vmap(vivace.rms_norm, in_dims=(0, None))(torch.ones(3, 2, 8), weight)
+
+    def test_tensors_where_none_belongs(self):
+        x, weight = torch.ones(2, 8), torch.ones(8)
+        experts, ids = torch.ones(2, 8, 8), torch.zeros(2, 1, dtype=torch.int32)
+        for said, call in (("rms_norm: eps is tensor", lambda: vivace.rms_norm(x, weight, eps=x)),
+                           ("linear: out_dtype is tensor", lambda: vivace.linear(x, x, out_dtype=x)),
+                           ("linear: exact is tensor", lambda: vivace.linear(x, x, exact=x)),
+                           ("fused_moe: swiglu_alpha is tensor", lambda: vivace.fused_moe(x, experts, experts[:, :, :4], ids, x[:, :1], swiglu_alpha=x)),
+                           ("sampler: logprobs is tensor", lambda: vivace.sampler(x, logprobs=x)),
+                           ("router_gemm: weight.terms is None", lambda: vivace.router_gemm(x, vivace.RouterWeight(None, "exact"))),
+                           (r"decode_attention: kv_lengths has the shape \(\)", lambda: vivace.decode_attention(
+                               x[:, None], experts[None], experts[None], ids, torch.tensor(1), ids[:, 0]))):
+            with self.assertRaisesRegex((TypeError, ValueError), f"^{said}"):
+                call()
+
     def test_parameters_and_views(self):
         x, weight = torch.randn(3, 2, 64), torch.nn.Parameter(torch.ones(64), requires_grad=False)
         self.assertTrue(torch.equal(vivace.rms_norm(x[:, 1], weight), vivace.rms_norm(x[:, 1].contiguous(), weight)))
