@@ -120,7 +120,7 @@ def configure(*, threads: int | None = None, prefer: str | None = None) -> None:
     if threads is not None:
         wanted["threads"] = _arrays.whole("vivace.configure: threads", threads, 1, 1024)
     if prefer is not None:
-        if not isinstance(prefer, str) or "\0" in prefer:
+        if not isinstance(prefer, str) or not prefer.isascii() or "\0" in prefer:
             raise (ValueError if isinstance(prefer, str) else TypeError)(f"vivace.configure: prefer is {prefer!r}, needs text such as "
                                                                          "'linear=cpu.f32'")
         wanted["prefer"] = prefer

@@ -12,9 +12,9 @@ import argparse
 import json
 import pathlib
 import sys
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
-from . import build
+from . import _flags, build
 from ._arrays import Shape, shown, whole
 from ._library import Choice
 from .ops import DecodeScheduleParams, RouterWeight, attention_decode, attention_prefill, fused_moe, route_top_k, router_gemm
@@ -272,22 +272,13 @@ def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shap
         notes.append("shared experts stay with the engine: neither hands them to a runner")
 
 
-def _from(low: int, high: int) -> Callable[[str], int]:
-    """What argparse reads a number by."""
-    def number(text: str) -> int:
-        if not (text.isdecimal() and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"{text!r}, needs {low} to {high}")
-        return int(text)
-    return number
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m vivace.explanation", description=__doc__.partition("\n")[0])
     parser.add_argument("config")
-    parser.add_argument("--tp", type=_from(1, _MOST), default=1)
-    parser.add_argument("--page-tokens", type=_from(1, _MOST), default=64)
+    parser.add_argument("--tp", type=_flags.whole(1, _MOST), default=1)
+    parser.add_argument("--page-tokens", type=_flags.whole(1, _MOST), default=64)
     parser.add_argument("--kv-dtype", choices=("bf16", "fp8_e4m3"), default="bf16")
-    parser.add_argument("--compute-capability", type=_from(0, 1000), default=90, metavar="10 * MAJOR + MINOR")
+    parser.add_argument("--compute-capability", type=_flags.whole(0, 1000), default=90, metavar="10 * MAJOR + MINOR")
     args = parser.parse_args(arguments)
     try:
         answer = explain(args.config, tp=args.tp, page_tokens=args.page_tokens, kv_dtype=args.kv_dtype, compute_capability=args.compute_capability)

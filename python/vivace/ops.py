@@ -129,8 +129,8 @@ def empty_scale(like: Array, shape: Sequence[int], scaling: str) -> Array:
     """Where the scales of an fp8 array of this shape go that an operator makes: "token" or "block"."""
     if scaling not in ("token", "block"):
         raise ValueError(f"vivace.empty_scale: scaling is {shown(scaling)}, needs 'token' or 'block'")
-    if len(shape) != 2:
-        raise ValueError(f"vivace.empty_scale: shape is {tuple(shape)}, needs two extents")
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        raise (ValueError if isinstance(shape, (tuple, list)) else TypeError)(f"vivace.empty_scale: shape is {shown(shape)}, needs two extents")
     tokens, width = shape
     if not _arrays.traced():  # a symbolic size would be bound by a comparison
         tokens, width = (whole(f"vivace.empty_scale: shape[{i}]", extent, 0, 2**31 - 1) for i, extent in enumerate(shape))
@@ -299,6 +299,9 @@ class DecodeScheduleParams(NamedTuple):
 
 def decode_schedule_ints(max_requests: int, workers: int) -> int:
     """int32 values of a map for at most this many requests."""
+    if not _arrays.traced():  # a symbolic size would be bound by a comparison
+        max_requests = whole("vivace.decode_schedule_ints: max_requests", max_requests, 0, 2**31 - 1)
+        workers = whole("vivace.decode_schedule_ints: workers", workers, 0, 2**30)
     return 16 + 4 * (workers + 1) + (workers + 7) // 8 * 8 + 4 * (max_requests + 1)  # in Python, so that torch can trace it
 
 

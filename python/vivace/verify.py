@@ -29,6 +29,8 @@ import urllib.error
 import urllib.request
 from typing import Any, Callable, NamedTuple, Sequence
 
+from . import _flags
+
 
 class Engine(NamedTuple):
     """How to start an engine's server and its benchmark client. {model}, {port}, {requests}, ... are filled in."""
@@ -184,8 +186,14 @@ def side(engine: Engine, name: str, args: argparse.Namespace, prompts: list[list
 
 def verify(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Both sides, side by side."""
-    folder = pathlib.Path(args.out).resolve().parent
-    folder.mkdir(parents=True, exist_ok=True)
+    out = pathlib.Path(args.out).resolve()
+    folder = out.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Trouble(f"--out: {error.filename}: {error.strerror}") from None
+    if out.is_dir() or not os.access(folder, os.W_OK):  # seen before the engines run
+        raise Trouble(f"--out: {out}: needs a file that can be written")
     source = random.Random(args.seed)
     prompts = [[source.randrange(args.vocab) for _ in range(args.input_len)] for _ in range(args.prompts)]
     sides = {name: side(engine, name, args, prompts, folder) for name in ("default", "plugin")}
@@ -225,16 +233,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", required=True, help="a name or a folder, as the engine takes it")
     made.add_argument("--out", default="verify.json")
     made.add_argument("--vivace", help="the program, for its own load and report")
-    made.add_argument("--prompts", type=int, default=16, help="greedy prompts that are compared")
-    made.add_argument("--vocab", type=int, default=32000, help="prompts are token ids below this")
-    made.add_argument("--input-len", type=int, default=256)
-    made.add_argument("--output-len", type=int, default=64)
-    made.add_argument("--requests", type=int, default=64)
-    made.add_argument("--concurrency", type=int, default=16)
-    made.add_argument("--seed", type=int, default=1)
-    made.add_argument("--least-agreement", type=float, default=0.1, metavar="SHARE",
+    made.add_argument("--prompts", type=_flags.whole(1, 10**6), default=16, help="greedy prompts that are compared")
+    made.add_argument("--vocab", type=_flags.whole(1, 2**31 - 1), default=32000, help="prompts are token ids below this")
+    made.add_argument("--input-len", type=_flags.whole(1, 10**6), default=256)
+    made.add_argument("--output-len", type=_flags.whole(1, 10**6), default=64)
+    made.add_argument("--requests", type=_flags.whole(1, 10**6), default=64)
+    made.add_argument("--concurrency", type=_flags.whole(1, 10**5), default=16)
+    made.add_argument("--seed", type=_flags.whole(0, 2**63 - 1), default=1)
+    made.add_argument("--least-agreement", type=_flags.between(0, 1), default=0.1, metavar="SHARE",
                       help="of the text before two greedy outputs part; near 0 when one side computes something else (default: %(default)s)")
-    made.add_argument("--patience", type=float, default=900, metavar="S", help="for a server to be ready")
+    made.add_argument("--patience", type=_flags.between(0, 10**6), default=900, metavar="S", help="for a server to be ready")
     made.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="for the engine's server")
     return made
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import unittest
 import unittest.mock
+import warnings
 
 import package
 
@@ -650,6 +651,30 @@ class Errors(unittest.TestCase):
                 vivace.linear_parts(x8, [weight], x_scale=scale, weight_scales=[one], scaling="tensor")
         with self.assertRaisesRegex(ValueError, r"^rms_norm: out_scale.shape\[0\] is 4, needs 1; scaling is 'tensor', as it is not given, 'token'"):
             vivace.rms_norm(x, np.ones(256, "float32"), out=vivace.Typed(np.empty((4, 256), "uint8"), "fp8_e4m3"), out_scale=np.ones(4, "float32"))
+
+    def test_numbers_that_are_none(self):
+        for wrong in (None, "x", ["a"], [[1], [2, 3]], np.zeros(2, "complex64"), np.zeros(2, "datetime64[s]"), object()):
+            for name in ("bf16", "fp8", "f32"):
+                with self.subTest(wrong=wrong), self.assertRaisesRegex(TypeError, rf"^vivace.numbers.{name}: values is .*, needs an array of real numbers$"):
+                    getattr(vivace.numbers, name)(wrong)
+        for scale in (0, -1.0, float("nan"), float("inf"), "x", None, [1.0]):
+            with self.assertRaisesRegex(ValueError, r"^vivace.numbers.fp8: scale is .*, needs a finite number above 0$"):
+                vivace.numbers.fp8(np.ones(2), scale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertEqual(vivace.numbers.f32(vivace.numbers.bf16([1e300, -1e300, 2])).tolist(), [np.inf, -np.inf, 2])
+        self.assertEqual([vivace.numbers.bf16(3.0).shape, vivace.numbers.fp8(3.0).shape, vivace.numbers.f32(3.0).shape], [(), (), ()])
+        columns = np.arange(6.0).reshape(2, 3).T
+        self.assertEqual(vivace.numbers.f32(vivace.numbers.bf16(columns)).tolist(), columns.tolist())
+
+    def test_sizes_that_are_none(self):
+        x = np.ones((2, 2), "float32")
+        for wrong, call, args in ((r"decode_schedule_ints: max_requests is -5, needs 0 to", vivace.decode_schedule_ints, (-5, 1)),
+                                  (r"decode_schedule_ints: workers is 'a', needs a whole", vivace.decode_schedule_ints, (1, "a")),
+                                  (r"empty_scale: shape is 5, needs two extents", vivace.empty_scale, (x, 5, "token")),
+                                  (r"configure: prefer is '.ud800', needs text", lambda text: vivace.configure(prefer=text), ("\ud800",))):
+            with self.assertRaisesRegex((TypeError, ValueError), f"^vivace.{wrong}"):
+                call(*args)
 
     def test_pickled(self):
         for name in vivace.__all__:

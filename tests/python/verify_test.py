@@ -122,6 +122,32 @@ class Verify(unittest.TestCase):
         self.assertEqual(verify.agreement([], [])["common_share"], 1.0)
 
 
+class CommandLine(unittest.TestCase):
+    def ended(self, *args):
+        given = ["--engine", "vllm", "--model", "x", *args]
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                code = verify.main(given)
+            except SystemExit as error:
+                code = error.code
+        return code, said.getvalue().splitlines()[-1]
+
+    def test_numbers_that_do_not_fit(self):
+        for flag, *values in (("--prompts", "-1", "0", "x", "9" * 100), ("--vocab", "0"), ("--input-len", "0"), ("--output-len", "1.5"), ("--requests", ""),
+                              ("--concurrency", "0"), ("--seed", "-1"), ("--least-agreement", "2", "nan"), ("--patience", "nan", "-1", "soon")):
+            for value in values:
+                code, said = self.ended(f"{flag}={value}")
+                self.assertEqual(code, 2)
+                self.assertRegex(said, f"argument {flag}: '.*', needs ")
+
+    def test_a_report_that_cannot_be_written(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for out in (folder, "/proc/nowhere/verify.json"):
+                code, said = self.ended("--out", out)
+                self.assertEqual(code, 2)
+                self.assertRegex(said, "^vivace.verify: --out: /")
+
+
 QWEN = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
