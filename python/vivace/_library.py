@@ -266,7 +266,8 @@ class Entry:
         """Of the operator's Python function, each argument of which is that of the library of its name, or as `names` has it; the result is
         its parameter `out`. Arguments of the library without a parameter are 0.
         """
-        arguments, where = self.operator.arguments, {}
+        arguments = self.operator.arguments
+        where: dict[str, list[int]] = {}
         for i, argument in enumerate(arguments):
             where.setdefault("params" if argument.name.startswith("params_") else names.get(argument.name, argument.name), []).append(i)
         known = [parameter for name, parameter in signature.parameters.items() if name in where]
