@@ -43,9 +43,13 @@ class Merge {
     }
     if (warp_ != 1) return;
     __syncwarp();
+#pragma unroll 1
     for (int end = 0; end < 2; ++end) {
-      const Chain chain = clusters_at(end);
-      if (lane_ == 0) shared_.open_at[end] = chain;
+      const ClusterChain chain = clusters_at(end);
+      if (lane_ == 0) {
+        shared_.open_at[end] = chain;
+        shared_.adds_up[end] = chain.first >= 0;
+      }
     }
   }
 
@@ -66,16 +70,19 @@ class Merge {
       }
     }
     device::cluster_arrive_without_fence();  // has read what it needed of the other
-    if (shared_.cluster_cuts[cluster_] >= 0 || shared_.cluster_cuts[cluster_ + 1] >= 0) {
+#pragma unroll 1
+    for (int round = 0; round < 2; ++round) {
       __syncthreads();  // partials of the CTA are written
-      if (lane_ == 0 && warp_ < 2 && shared_.open_at[warp_].first >= 0)
-        shared_.arrived_last[warp_] = is_last_of(shared_.open_at[warp_]);
+      if (lane_ == 0 && warp_ < 2 && shared_.adds_up[warp_])
+        shared_.adds_up[warp_] = arrives_last(shared_.open_at[warp_], round);
       __syncthreads();
+      if (!shared_.adds_up[0] && !shared_.adds_up[1]) break;
+#pragma unroll 1
       for (int end = 0; end < 2; ++end) {
-        const Chain chain = shared_.open_at[end];
-        if (chain.first < 0 || !shared_.arrived_last[end]) continue;
+        if (!shared_.adds_up[end]) continue;
         for (int row = warp_; row < rows; row += T::kWarps)
-          add_up_clusters(chain, (rank_ << share_log2_) + row, shared_.cluster_open[end]);
+          add_up_clusters(shared_.open_at[end], round, (rank_ << share_log2_) + row,
+                          shared_.cluster_open[end]);
       }
     }
     device::cluster_wait();
@@ -110,11 +117,12 @@ class Merge {
 
   /// The clusters that have a part of the unit that is open at end `end` of this one; first = -1: none, or the unit is that of end
   /// 0, which both cuts belong to. By a warp.
-  __device__ __forceinline__ Chain clusters_at(int end) const {
+  __device__ __forceinline__ ClusterChain clusters_at(int end) const {
     const int* cuts = shared_.cluster_cuts;
     const int unit = cuts[cluster_ + end];
-    if (unit < 0 || (end == 1 && unit == cuts[cluster_])) return {-1, -1, false, false};
+    if (unit < 0 || (end == 1 && unit == cuts[cluster_])) return {-1, -1};
     int first = cluster_ + end, last = first;
+#pragma unroll 1
     for (int base = 0; base <= p_.clusters; base += 32) {
       const int i = base + lane_;
       const unsigned same = __ballot_sync(kAllLanes, i <= p_.clusters && cuts[min(i, p_.clusters)] == unit);
@@ -122,12 +130,28 @@ class Merge {
       first = min(first, base + __ffs(static_cast<int>(same)) - 1);
       last = max(last, base + 31 - __clz(static_cast<int>(same)));
     }
-    return {first - 1, last, false, false};
+    return {first - 1, last};
   }
-  /// The CTA has left its share of what is open at an end of the cluster: is it the last to do so? By a thread.
-  __device__ __forceinline__ bool is_last_of(const Chain& chain) const {
-    int* count = p_.schedule + schedule_map::arrivals_at(p_.workers) + chain.first * kClusterCtas + rank_;
-    const bool last = device::add_acquire_release(count, 1) == chain.last - chain.first;
+  /// What is added up together in a round: pieces of `count` clusters, `step` apart.
+  struct Pieces {
+    int first, count, step;
+    bool is_all;  ///< of the unit
+  };
+  __device__ __forceinline__ Pieces pieces_of(const ClusterChain& chain, int round) const {
+    const int log2 = chain.group_log2(), groups = chain.groups();
+    if (round > 0) return {chain.first, groups, 1 << log2, true};
+    const int first = chain.first + ((cluster_ - chain.first) >> log2 << log2);
+    return {first, min(1 << log2, chain.last - first + 1), 1, groups == 1};
+  }
+  /// The CTA has left its share of what is open at an end of the cluster, or of a group: is it the last to do so? By a thread. The
+  /// clusters behind the first of a chain, which are open at their beginning for it alone, have its counters.
+  __device__ __forceinline__ bool arrives_last(const ClusterChain& chain, int round) const {
+    const Pieces pieces = pieces_of(chain, round);
+    if (round > 0 && pieces.count == 1) return false;  // all was added up in the first one
+    const int counter = pieces.is_all ? 1 : 2 + ((cluster_ - chain.first) >> chain.group_log2());
+    int* count =
+        p_.schedule + schedule_map::arrivals_at(p_.workers) + (chain.first + counter) * kClusterCtas + rank_;
+    const bool last = device::add_acquire_release(count, 1) == pieces.count - 1;
     if (last) *count = 0;
     return last;
   }
@@ -166,7 +190,14 @@ class Merge {
         const float2 part = shared_.ends[index(chain, i, row)];
         weight = __fmaf_rn(part.y, factor(part.x, part.y, maximum), weight);
       }
-      shared_.destinations[t] = end_row(chain, unit, r, maximum, weight, true);
+      if (chain.from_before || chain.goes_on) {
+        const int open = chain.from_before ? 0 : 1;
+        if (row == 0) shared_.cluster_open[open] = unit;
+        shared_.destinations[t] =
+            leave_open((int64_t{2 * cluster_ + open} << rows_log2_) + r, maximum, weight);
+      } else {
+        shared_.destinations[t] = end_row(unit, r, maximum, weight, true);
+      }
     }
     const float* values = unit.in_ring
                               ? device::in_cta(shared_.values(local << p_.team_log2) + r * T::kPitch, cta)
@@ -198,55 +229,38 @@ class Merge {
     store(shared_.destinations[index(chain, chain.first, row)], sum);
   }
 
-  /// By a warp: row `r` of a unit from the clusters of a chain; lanes look at 32 of their pieces side by side.
-  __device__ __forceinline__ void add_up_clusters(const Chain& chain, int r, const Piece& unit) {
-    Vector sum[kLoads] = {};
-    float maximum = kNoKeys, weight = 0.f;
-    const auto place = [&](int member) {
-      return (int64_t{2 * member + chain.which(member)} << rows_log2_) + r;
+  /// By a warp: row `r` of a round's pieces of a unit; lanes look at them side by side. What a group leaves takes the place of its
+  /// first piece.
+  __device__ __forceinline__ void add_up_clusters(const ClusterChain& chain, int round, int r,
+                                                  const Piece& unit) {
+    constexpr int kPieces = ClusterChain::kAtATime;
+    const Pieces pieces = pieces_of(chain, round);
+    const auto place = [&](int i) {
+      const int cluster = pieces.first + i * pieces.step;
+      return (int64_t{2 * cluster + (cluster == chain.first ? 1 : 0)} << rows_log2_) + r;
     };
-    constexpr int kAhead = 32 / kLoads;  // pieces whose loads are under way together
-    const auto load = [&](Vector(&values)[kAhead][kLoads], int piece, int pieces, int first) {
+    float2 end = {kNoKeys, 0.f};
+    if (lane_ < pieces.count) end = p_.partial_ends[place(lane_)];
+    Vector values[kPieces][kLoads];  // all under way together
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          values[a][i] = {};
-          if (piece + a < pieces)
-            values[a][i] = *reinterpret_cast<const Vector*>(p_.partials +
-                                                            place(first + piece + a) * T::kHead + column(i));
-        }
-      }
-    };
-#pragma unroll 1
-    for (int first = chain.first; first <= chain.last; first += 32) {
-      const int pieces = min(32, chain.last - first + 1);
-      float2 end = {kNoKeys, 0.f};
-      if (lane_ < pieces) end = p_.partial_ends[place(first + lane_)];
-      Vector values[kAhead][kLoads];
-      load(values, 0, pieces, first);
-      const float most = fmaxf(maximum, device::warp_reduce<device::Max>(end.x));
-      const float before = factor(maximum, weight, most), mine = factor(end.x, end.y, most);
-      maximum = most;
-      weight = __fmaf_rn(weight, before, device::warp_reduce<device::Sum>(__fmul_rn(end.y, mine)));
+    for (int a = 0; a < kPieces; ++a) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-#pragma unroll
-        for (int e = 0; e < kLoad; ++e) sum[i].v[e] = __fmul_rn(sum[i].v[e], before);
-      }
-#pragma unroll 1
-      for (int piece = 0;;) {
-        float factors[kAhead];
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a)
-          factors[a] = __shfl_sync(kAllLanes, mine, piece + a);  // 0 beyond the last
-        add<kAhead>(sum, values, factors);
-        piece += kAhead;
-        if (piece >= pieces) break;
-        load(values, piece, pieces, first);
+        values[a][i] = {};
+        if (a < pieces.count)
+          values[a][i] = *reinterpret_cast<const Vector*>(p_.partials + place(a) * T::kHead + column(i));
       }
     }
-    store(end_row(chain, unit, r, maximum, weight, lane_ == 0), sum);
+    const float maximum = device::warp_reduce<device::Max>(end.x), mine = factor(end.x, end.y, maximum);
+    const float weight = device::warp_reduce<device::Sum>(__fmul_rn(end.y, mine));
+    float factors[kPieces];
+#pragma unroll
+    for (int a = 0; a < kPieces; ++a) factors[a] = __shfl_sync(kAllLanes, mine, a);  // 0 beyond the last
+    Vector sum[kLoads] = {};
+    add<kPieces>(sum, values, factors);
+    store(
+        pieces.is_all ? end_row(unit, r, maximum, weight, lane_ == 0) : leave_open(place(0), maximum, weight),
+        sum);
   }
 
   __device__ __forceinline__ int column(int i) const {
@@ -265,17 +279,15 @@ class Merge {
     }
   }
 
-  /// Ends row `r`, whose pieces are known: writes its lse, or what it leaves open among the partials. Returns where its values go.
-  __device__ __forceinline__ Destination end_row(const Chain& chain, const Piece& unit, int r,
-                                                   float maximum, float weight, bool writes_lse) {
+  /// A row that others have a part of, as partial `at`. Returns where its values go.
+  __device__ __forceinline__ Destination leave_open(int64_t at, float maximum, float weight) const {
+    p_.partial_ends[at] = {maximum, weight};
+    return {at * T::kHead, 1.f, Destination::partials};
+  }
+  /// Ends row `r`, whose pieces are known: writes its lse. Returns where its values go.
+  __device__ __forceinline__ Destination end_row(const Piece& unit, int r, float maximum, float weight,
+                                                 bool writes_lse) const {
     const Params& a = p_.attention;
-    if (chain.from_before || chain.goes_on) {
-      const int open = chain.from_before ? 0 : 1;
-      const int64_t at = (int64_t{2 * cluster_ + open} << rows_log2_) + r;
-      p_.partial_ends[at] = {maximum, weight};
-      if ((r & ((1 << share_log2_) - 1)) == 0) shared_.cluster_open[open] = unit;
-      return {at * T::kHead, 1.f, Destination::partials};
-    }
     const int token = token_of_row(p_, r), head = unit.head_kv * a.group + r - token * a.group;
     if (token >= unit.rows) return {0, 0.f, Destination::nowhere};
     const int64_t row = unit.row_begin + token;

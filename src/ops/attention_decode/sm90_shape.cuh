@@ -96,13 +96,26 @@ struct Piece {
   bool in_ring;  ///< else in Sm90Params::parked
 };
 
-/// Members first .. last of a row of workers or clusters have a unit together; first = -1: none.
+/// Workers first .. last of a cluster have a unit together; first = -1: none.
 struct Chain {
   int first, last;
-  bool from_before, goes_on;  ///< beyond this row
+  bool from_before, goes_on;  ///< beyond this cluster
   /// Which of its two pieces a member adds.
   __device__ int which(int member) const { return member == first && !from_before ? 1 : 0; }
 };
+
+/// Clusters first .. last have a unit together; first = -1: none.
+struct ClusterChain {
+  int first, last;
+
+  /// Pieces that are added up at a time. More than that are taken in groups, then what the groups left.
+  static constexpr int kAtATime = 16;
+  __device__ int count() const { return last - first + 1; }
+  __device__ int group_log2() const { return count() <= kAtATime || count() > 8 * kAtATime ? 4 : 3; }
+  __device__ int groups() const { return ((count() - 1) >> group_log2()) + 1; }
+};
+static_assert(kMaxCtas / kClusterCtas <= ClusterChain::kAtATime * ClusterChain::kAtATime,
+              "two rounds are enough");
 
 /// A row of a piece: its values, and what they are multiplied by when they join the others of their chain.
 struct __align__(16) Part {
@@ -132,8 +145,8 @@ struct Shared {
   float2 ends[T::kThreads];
   Part parts[T::kThreads];
   Destination destinations[T::kThreads];
-  Chain open_at[2];      ///< clusters that have a part of what is open at an end of this one
-  bool arrived_last[2];  ///< there, this CTA
+  ClusterChain open_at[2];  ///< clusters that have a part of what is open at an end of this one
+  bool adds_up[2];          ///< there, this CTA: nothing else is left to come
 
   /// Values of a piece in the drained ring of a worker that begins at warp `warp`.
   __device__ float* values(int warp) { return reinterpret_cast<float*>(ring[warp][0]); }
