@@ -79,9 +79,10 @@ class Worker {
         if (half % 2 == 0) {
           scores.multiply(box, queries);
           scale(segment, key0, queries, scores);
-          if (masked) hide(segment, key0, scores);
+          if (masked) [[unlikely]]
+            hide(segment, key0, scores);
           sums.weigh(scores);
-        } else if (!masked) {
+        } else if (!masked) [[likely]] {
           sums.template add<false>(
               box, scores, [](int) { return true; }, [](int, int) { return true; });
         } else {
@@ -159,29 +160,23 @@ class Worker {
     return window > 0 ? max(0, last_key(s, token) - window) : 0;
   }
 
-  /// Products become scores in units of log2.
+  /// Products become scores in units of log2. What few models want lies out of the way: a loop should jump little.
   __device__ __forceinline__ void scale(const Segment& segment, int key0, const Queries<T>& queries,
                                         Scores<T>& scores) const {
     const Params& a = p_.attention;
-    const int q = static_cast<int>(threadIdx.x) % 32 / 4;
+    scores.for_each([&](int, int b, int e, float& s) { s = __fmul_rn(s, queries.factor[b][e % 2]); });
+    if (T::kFp8 && a.scaled_keys) [[unlikely]] {
+      const int q = static_cast<int>(threadIdx.x) % 32 / 4;
+      float key_scale[T::kKeySteps][2];
 #pragma unroll
-    for (int i = 0; i < T::kKeySteps; ++i) {
-      float key_scale[2] = {1.f, 1.f};
-      if (T::kFp8 && a.scaled_keys) {
+      for (int i = 0; i < T::kKeySteps; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) key_scale[h] = scale_of_key(segment, key0 + 16 * i + 8 * h + q);
+        for (int h = 0; h < 2; ++h) key_scale[i][h] = scale_of_key(segment, key0 + 16 * i + 8 * h + q);
       }
-#pragma unroll
-      for (int b = 0; b < T::kBlocks; ++b) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& s = scores.s[i][b][e];
-          s = __fmul_rn(s, queries.factor[b][e % 2]);
-          if (T::kFp8 && a.scaled_keys) s = __fmul_rn(s, key_scale[e / 2]);
-          if (a.cap_log2 > 0.f) s = capped(s, a.cap_log2);
-        }
-      }
+      scores.for_each([&](int i, int, int e, float& s) { s = __fmul_rn(s, key_scale[i][e / 2]); });
     }
+    if (a.cap_log2 > 0.f) [[unlikely]]
+      scores.for_each([&](int, int, int, float& s) { s = capped(s, a.cap_log2); });
   }
   __device__ __forceinline__ float scale_of_key(const Segment& segment, int key) const {
     const Params& a = p_.attention;

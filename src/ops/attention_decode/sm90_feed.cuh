@@ -107,6 +107,7 @@ class Feed {
   /// load. False if nothing more is known.
   __device__ __forceinline__ bool advance() {
     // The second turn is for where nothing was known when the first looked ahead.
+#pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
       if (next_box_ == next_end_ && next_segment_ >= described_) return false;
       box_ = first_ = next_box_;

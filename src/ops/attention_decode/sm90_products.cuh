@@ -13,12 +13,21 @@
 
 namespace vivace::attention_sm90 {
 
-/// Two e4m3 in the low half of `bits` as two f16.
-__device__ __forceinline__ uint32_t widened(uint32_t bits) {
-  const __half2_raw pair =
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bits & 0xffffu), __NV_E4M3);
-  return static_cast<uint32_t>(pair.x) | static_cast<uint32_t>(pair.y) << 16;
-}
+/// Four e4m3 as f16, the lower two and the upper two. Halves are named, since a shift would be an instruction.
+struct Widened {
+  uint32_t low, high;
+
+  __device__ __forceinline__ explicit Widened(uint32_t four) {
+    asm("{\n\t"
+        ".reg .b16 low, high;\n\t"
+        "mov.b32 {low, high}, %2;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n\t"
+        "}"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
+  }
+};
 
 /// A warp's query rows as operands. bf16: register 2 i + h of step i has dimensions 16 i + 8 h + 2 t and + 1 of row q; with an
 /// fp8 cache 16 i + 4 t + 2 h and + 1, which is how K's bytes arrive.
@@ -38,16 +47,18 @@ struct Queries {
       const bool exists = token < segment.rows;
       const int64_t row = segment.row_begin + (exists ? token : 0);
       const int64_t at = row * a.q_stride[0] + (exists ? head : 0) * a.q_stride[1];
-      float factor = a.factor * k_scale;
-      if (a.q_scale != nullptr && exists)
-        factor *= a.q_scale[row * a.q_scale_stride[0] + head * a.q_scale_stride[1]];
+      // Used behind the loads of the row, so that they are on their way together.
+      const float q_scale = a.q_scale != nullptr && exists
+                                ? a.q_scale[row * a.q_scale_stride[0] + head * a.q_scale_stride[1]]
+                                : 1.f;
+      float power = 1.f;  // that undoes the one of load_as_f16
       if (!T::kFp8 && a.q_type == DType::fp8_e4m3) {
         const auto* from = reinterpret_cast<const uint16_t*>(static_cast<const fp8*>(a.q) + at) + t;
 #pragma unroll
         for (int i = 0; i < T::kHeadSteps; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const uint32_t pair = widened(exists ? from[8 * i + 4 * h] : 0);
+            const uint32_t pair = Widened(exists ? from[8 * i + 4 * h] : 0).low;
             const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&pair));
             operand[b][i][h] = device::pack<bf16>(v.x, v.y);
           }
@@ -64,12 +75,14 @@ struct Queries {
 #pragma unroll
         for (int i = 0; i < T::kHeadSteps; ++i) {
           const uint32_t four = exists ? from[4 * i] : 0;
-          operand[b][i][0] = widened(four);
-          operand[b][i][1] = widened(four >> 16);
+          const Widened wide(four);
+          operand[b][i][0] = wide.low;
+          operand[b][i][1] = wide.high;
         }
       } else {
-        factor *= load_as_f16(static_cast<const bf16*>(a.q) + at, exists, operand[b]);
+        power = load_as_f16(static_cast<const bf16*>(a.q) + at, exists, operand[b]);
       }
+      const float factor = a.factor * k_scale * q_scale * power;
       this->factor[b][0] = __shfl_sync(kAllLanes, factor, 8 * t);
       this->factor[b][1] = __shfl_sync(kAllLanes, factor, 8 * t + 4);
     }
@@ -114,16 +127,22 @@ template <class T>
 struct Scores {
   float s[T::kKeySteps][T::kBlocks][4];
 
-  __device__ __forceinline__ void multiply(const char* box, const Queries<T>& queries) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  /// Calls body(step, block, element, score) for all of them.
+  template <class Body>
+  __device__ __forceinline__ void for_each(Body&& body) {
 #pragma unroll
     for (int i = 0; i < T::kKeySteps; ++i) {
 #pragma unroll
       for (int b = 0; b < T::kBlocks; ++b) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[i][b][e] = 0.f;
+        for (int e = 0; e < 4; ++e) body(i, b, e, s[i][b][e]);
       }
     }
+  }
+
+  __device__ __forceinline__ void multiply(const char* box, const Queries<T>& queries) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for_each([](int, int, int, float& score) { score = 0.f; });
     // Operands of a few loads are on their way together.
     constexpr int kStepsPerLoad = T::kFp8 ? 2 : 1, kLoads = T::kHeadSteps / kStepsPerLoad * T::kKeySteps;
     constexpr int kAhead = 4;
@@ -141,8 +160,8 @@ struct Scores {
         if constexpr (T::kFp8) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint32_t low = k[a][2 * half], high = k[a][2 * half + 1];
-            const uint32_t wide[4] = {widened(low), widened(high), widened(low >> 16), widened(high >> 16)};
+            const Widened first_keys(k[a][2 * half]), last_keys(k[a][2 * half + 1]);
+            const uint32_t wide[4] = {first_keys.low, last_keys.low, first_keys.high, last_keys.high};
 #pragma unroll
             for (int b = 0; b < T::kBlocks; ++b)
               device::mma_16x8x16<f16>(s[i][b], wide, queries.operand[b][2 * j + half]);
@@ -263,10 +282,10 @@ struct Sums {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               // Bytes are (key, dimension) 00 01 10 11; pairs of keys are what an operand takes.
-              const uint32_t low = __byte_perm(v[half], 0, 0x3120),
-                             high = __byte_perm(v[2 + half], 0, 0x3120);
-              const uint32_t wide[4] = {widened(low) & keep[0], widened(low >> 16) & keep[0],
-                                        widened(high) & keep[1], widened(high >> 16) & keep[1]};
+              const Widened first_keys(__byte_perm(v[half], 0, 0x3120)),
+                  last_keys(__byte_perm(v[2 + half], 0, 0x3120));
+              const uint32_t wide[4] = {first_keys.low & keep[0], first_keys.high & keep[0],
+                                        last_keys.low & keep[1], last_keys.high & keep[1]};
               add_step<kMasked>(value[j + half], wide, p, takes);
             }
           } else {
