@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Writes src/device/wgmma.h: one overload per element type, width and source of A.
+"""Writes src/device/wgmma.h: one overload per element type, width and source of A. And src/device/wgmma_rows.h: the few with rows of B.
 
 Run   python3 tools/make_wgmma.py > src/device/wgmma.h
+      python3 tools/make_wgmma.py rows > src/device/wgmma_rows.h
 """
+
+import sys
 
 TYPES = {"bf16": (16, "bf16.bf16", ", 0, 0", ", 0"), "f16": (16, "f16.f16", ", 0, 0", ", 0"),
          "fp8": (32, "e4m3.e4m3", "", "")}
 WIDTHS = [*range(8, 136, 8), 144, 160, 176, 192, 208, 224, 240, 256]
+ROWS_WIDTHS = [64, 128, 256]
 
 HEAD = """#pragma once
 
@@ -51,9 +55,31 @@ template <class T, int kWidth>
 struct Wgmma;
 """
 
+ROWS_HEAD = """#pragma once
 
-def overload(kind, width, from_registers):
+// Written by tools/make_wgmma.py. Warp-group products of compute capability 9.0a whose second operand is stored by rows:
+// D[64, N] (+)= A[64, 16] B[16, N], A in registers. Accumulators as in wgmma.h.
+
+#include "src/device/wgmma.h"
+
+namespace vivace::device {
+
+/// B in shared memory: panels of 64 columns, each of them rows of 128 bytes with the 128-byte swizzle that tensor maps write. Its next
+/// 16 rows are 2048 bytes further.
+__device__ __forceinline__ uint64_t swizzled_rows_operand(const void* p, uint32_t panel_bytes) {
+  return uint64_t{(shared_address(p) & 0x3ffffu) >> 4} | uint64_t{panel_bytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+
+template <class T, int kWidth>
+struct WgmmaRows;
+"""
+
+
+def overload(kind, width, from_registers, by_rows=False):
     k, types, tail_shared, tail_registers = TYPES[kind]
+    if by_rows:
+        tail_registers = ", 1"
     count = width // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -73,14 +99,16 @@ def overload(kind, width, from_registers):
 
 
 def main():
-    print(HEAD)
-    for kind in TYPES:
-        for width in WIDTHS:
+    by_rows = sys.argv[1:] == ["rows"]
+    print(ROWS_HEAD if by_rows else HEAD)
+    for kind in ["bf16"] if by_rows else TYPES:
+        for width in ROWS_WIDTHS if by_rows else WIDTHS:
             print("template <>")
-            print(f"struct Wgmma<{kind}, {width}> {{")
+            print(f"struct {'WgmmaRows' if by_rows else 'Wgmma'}<{kind}, {width}> {{")
             print(f"  static constexpr int kK = {TYPES[kind][0]};")
-            print(overload(kind, width, False))
-            print(overload(kind, width, True))
+            if not by_rows:
+                print(overload(kind, width, False))
+            print(overload(kind, width, True, by_rows))
             print("};")
     print("\n}  // namespace vivace::device")
 

@@ -175,8 +175,8 @@ TEST(AttentionDecode, BitsOfPrefill) {
       expect_bits_of_prefill(stream, type, {DType::f32, DType::bf16, DType::fp8_e4m3});
       return;
     }
-    Dispatch mma;  // the row that shares its arithmetic with attention_prefill
-    ASSERT_OK(mma.prefer("attention_decode=cuda.mma"));
+    Dispatch mma;  // the rows that share their arithmetic
+    ASSERT_OK(mma.prefer("attention_decode=cuda.mma,attention_prefill=cuda.mma"));
     Stream preferring = stream;
     preferring.dispatch = &mma;
     expect_bits_of_prefill(preferring, type, {DType::bf16, DType::fp8_e4m3});

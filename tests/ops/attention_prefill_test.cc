@@ -95,23 +95,39 @@ TEST(AttentionPrefill, ChunksDoNotChangeABit) {
   });
 }
 
-/// A key that a row does not see leaves no trace in it, even when it is NaN and a later row of the call sees it.
-TEST(AttentionPrefill, LaterTokensDoNotReachEarlierOnes) {
+/// A key that a row does not see leaves no trace in it, even when it is NaN and another row of the call sees it.
+TEST(AttentionPrefill, UnseenKeysLeaveNoTrace) {
+  constexpr int64_t kTokens = 300, kKey = 250, kWindow = 40;
   on_streams([](const Stream& stream, DType type) {
-    for (const float value : {NAN, INFINITY, -INFINITY}) {
-      const AttentionPrefillCase c{{.name = "", .requests = {{100, 100}}, .q = type, .kv = type}};
-      AttentionPrefillProblem clean(c, 1), dirty(c, 1);
-      for (int64_t h = 0; h < 3; ++h) {
-        dirty.set_key(0, 50, h, std::isnan(value) ? NAN : 0);
-        dirty.set_value(0, 50, h, value);
+    for (const int64_t head_dim : {64, 128, 256}) {
+      for (const float value : {NAN, INFINITY, -INFINITY}) {
+        SCOPED_TRACE(testing::Message() << "head " << head_dim << ", " << value);
+        const AttentionPrefillCase c{{.name = "",
+                                      .requests = {{kTokens, kTokens}},
+                                      .heads_q = 6,
+                                      .heads_kv = 2,
+                                      .head_dim = head_dim,
+                                      .q = type,
+                                      .kv = type,
+                                      .window = kWindow}};
+        AttentionPrefillProblem clean(c, 1), dirty(c, 1);
+        for (int64_t h = 0; h < 2; ++h) {
+          dirty.set_key(0, kKey, h, std::isnan(value) ? NAN : 0);
+          dirty.set_value(0, kKey, h, value);
+        }
+        for (const int64_t window : {int64_t{0}, kWindow}) {
+          clean.args.attention.window = dirty.args.attention.window = window;
+          ASSERT_OK(done(attention_prefill(clean.args, stream), stream));
+          ASSERT_OK(done(attention_prefill(dirty.args, stream), stream));
+          const Tensor &got = dirty.args.attention.output, &want = clean.args.attention.output;
+          EXPECT_TRUE(same_bits(got.rows(0, kKey), want.rows(0, kKey)));
+          const int64_t after = window > 0 ? kKey + window : kTokens;
+          EXPECT_TRUE(same_bits(got.rows(after, kTokens - after), want.rows(after, kTokens - after)));
+          const double seen = values_of(got.at(kKey).at(0))[0];
+          EXPECT_TRUE(std::isnan(value) ? std::isnan(seen) : seen == value)
+              << "what is seen must show: " << value << " gave " << seen;
+        }
       }
-      ASSERT_OK(done(attention_prefill(clean.args, stream), stream));
-      ASSERT_OK(done(attention_prefill(dirty.args, stream), stream));
-      EXPECT_TRUE(
-          same_bits(dirty.args.attention.output.rows(0, 50), clean.args.attention.output.rows(0, 50)));
-      const double seen = values_of(dirty.args.attention.output.at(50).at(0))[0];
-      EXPECT_TRUE(std::isnan(value) ? std::isnan(seen) : seen == value)
-          << "what is seen must show: " << value << " gave " << seen;
     }
   });
 }

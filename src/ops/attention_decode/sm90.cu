@@ -9,7 +9,7 @@
 #include <bit>
 
 #include "src/core/workspace.h"
-#include "src/device/tensor_map.h"
+#include "src/ops/attention/cache_map.h"
 #include "src/ops/attention_decode/table.h"
 
 namespace vivace {
@@ -52,27 +52,6 @@ struct Sizes {
   }
 };
 
-/// K or V: panels of at most 128 bytes of a head, so that a box lies in shared memory as the products read it.
-Status make_map(const Tensor& cache, int64_t copy_tokens, CUtensorMap& map) {
-  const int64_t element = info_of(cache.dtype).block_bytes, row_bytes = cache.shape[3] * element;
-  const int64_t panel = std::min<int64_t>(128, row_bytes);
-  const auto stride = [&](int dimension) {  // that of a single element may be anything
-    const int64_t bytes = cache.stride[dimension] * element;
-    return static_cast<uint64_t>(cache.shape[dimension] == 1 ? 16 : bytes);
-  };
-  const auto extent = [](int64_t n) { return static_cast<uint64_t>(n); };
-  const auto box = [](int64_t n) { return static_cast<uint32_t>(n); };
-  return device::make_tensor_map(
-      {.data = cache.data,
-       .extent = {extent(panel), extent(cache.shape[1]), extent(row_bytes / panel), extent(cache.shape[2]),
-                  extent(cache.shape[0])},
-       .stride = {stride(1), static_cast<uint64_t>(panel), stride(2), stride(0)},
-       .box = {box(panel), box(copy_tokens),
-               box(copy_tokens < sm90_box_keys(row_bytes) ? 1 : row_bytes / panel), 1, 1},
-       .swizzle = static_cast<int>(panel)},
-      map);
-}
-
 }  // namespace
 
 int64_t attention_decode_sm90_workspace(const AttentionDecodeArgs& args) {
@@ -91,8 +70,9 @@ Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stre
   const int64_t row_bytes = a.k.shape[3] * info_of(a.k.dtype).block_bytes, page = a.k.shape[1];
   const int64_t box_keys = sm90_box_keys(row_bytes), copy_tokens = std::min(page, box_keys);
   Sm90Params p{};
-  VIVACE_TRY(make_map(a.k, copy_tokens, p.k));
-  VIVACE_TRY(make_map(a.v, copy_tokens, p.v));
+  const int64_t panels = copy_tokens < box_keys ? 1 : (row_bytes + 127) / 128;
+  VIVACE_TRY(make_cache_map(a.k, copy_tokens, panels, p.k));
+  VIVACE_TRY(make_cache_map(a.v, copy_tokens, panels, p.v));
   p.attention = params_of(a);
   p.schedule = args.schedule.as<int32_t>();
   uint8_t* scratch = first_line(args.workspace);

@@ -6,7 +6,12 @@
 namespace vivace {
 
 Facts attention_prefill_facts(const AttentionPrefillArgs& args) {
-  return attention_facts(args.attention).add("split_tokens", args.split_tokens);
+  const AttentionArgs& a = args.attention;
+  return attention_facts(a)
+      .add("pages", a.k.shape[0])
+      .add("split_tokens", args.split_tokens)
+      .add("q_alignment", alignment_of(a.q))
+      .add("output_alignment", alignment_of(a.output));
 }
 
 Status attention_prefill(const AttentionPrefillArgs& args, const Stream& stream) {
