@@ -48,6 +48,10 @@ inline constexpr RouterGemmCase kRouterGemmTestCases[] = {
     {"a prompt, 192 columns a tile", 6000, 300, 72, DType::bf16, DType::bf16},
     {"a prompt, 128 columns a tile", 6000, 200, 72, DType::bf16, DType::bf16},
     {"a prompt, three terms, totals", 2060, 300, 328},
+    {"a prompt, one term, more steps than stages", 2060, 12, 3080, DType::bf16, DType::bf16,
+     RouterMode::exact, true},
+    {"a prompt, one term, strided rows", 1030, 100, 392, DType::bf16, DType::bf16, RouterMode::exact, false,
+     DType::f32, 400},
     {"long rows", 3, 9, 8200},
     {"long rows, f32", 3, 9, 8200, DType::f32},
 };

@@ -14,8 +14,8 @@ Status run_tiles(const Params& p, const TilePlan& plan, const Stream& stream);
 // ---- the order of sums
 //
 // k is walked in steps of kStep. The products of a step are added on tensor cores, from zero and the smallest term first;
-// steps are added in fp32, in order; and where k is cut in pieces, the pieces are added in pairs. sm90.tiles takes two steps
-// for one where a weight has one term, and adds up totals too where it has three.
+// steps are added in fp32, in order; and where k is cut in pieces, the pieces are added in pairs. sm90.tiles adds up totals too
+// where a weight has three terms.
 
 /// Where piece `piece` of `pieces` begins.
 __host__ __device__ inline int first_step(int steps, int piece, int pieces) {

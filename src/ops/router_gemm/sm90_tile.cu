@@ -7,8 +7,8 @@
 // tensor cores, so wide tiles, and all terms of a weight beside one copy of x.
 //
 // Tokens are the rows of a product, experts its columns. One warp copies steps of k into a ring of stages; each warp group
-// multiplies 64 rows, from zero in every turn of one step or two, the smallest term first, and adds what it got to its sums:
-// a tensor core truncates, fp32 additions round. CTAs of a cluster share k; then each adds up and stores its share of the rows.
+// multiplies 64 rows, from zero in every step, the smallest term first, and adds what it got to its sums: a tensor core
+// truncates, fp32 additions round. CTAs of a cluster share k; then each adds up and stores its share of the rows.
 
 #include <algorithm>
 
@@ -36,8 +36,12 @@ struct Tile {
   static constexpr int kRows = 64 * kGroups, kConsumers = 128 * kGroups;
   // Where three terms are for fp32's accuracy and may meet long sums; tiles of 64 columns have short ones.
   static constexpr bool kHasTotals = kTerms == 3 && (kColumns == 96 || kColumns == 128);
+  // One batch of products is added while the next is multiplied: of the next step, or of the other half of the columns
+  // where no registers are left for two batches of all of them.
+  static constexpr bool kTwoBatches = kTerms == 1 && kGroups == 2 && kColumns >= 96;
+  static constexpr int kBatchColumns = kTwoBatches && kColumns > 128 ? kColumns / 2 : kColumns;
   // Products and sums of a wide tile take more registers than a thread gets: a whole group copies, and gives up its own.
-  static constexpr bool kMovesRegisters = kColumns > 128 || kHasTotals;
+  static constexpr bool kMovesRegisters = kColumns > 128 || kHasTotals || kTwoBatches;
   static constexpr int kThreads = kConsumers + (kMovesRegisters ? 128 : 32);
   static constexpr int kXBytes = kRows * kRowBytes, kTermBytes = kColumns * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kTerms * kTermBytes;
@@ -46,13 +50,30 @@ struct Tile {
   // Small tiles leave room for a second CTA, so that the next call's weights come while this one is added up.
   static constexpr int kCtasPerSm = kRows * kColumns <= 128 * 64 ? 2 : 1;
   static constexpr int kRoom = kCtasPerSm == 2 ? 110 << 10 : 224 << 10;
+  static constexpr int kAtOnce = kCtasPerSm == 2 ? 1 : 4;  // loads of a thread from a CTA: other CTAs are far
   static constexpr int kStages = std::min(kRoom / kStageBytes, 8);
   static constexpr int kRingBytes = std::max(kStages * kStageBytes, kSumBytes);
   static constexpr int kSmemBytes = kRingBytes + 2 * kStages * static_cast<int>(sizeof(device::Barrier));
   static_assert(kStages >= 2);
 };
 
-template <int kTerms, int kGroups, int kColumns, int kTurnSteps>
+/// Four scores of neighbouring experts, as far as there are so many.
+__device__ __forceinline__ void store_scores(const Params& p, int64_t token, int64_t expert, Sums<4> scores) {
+  const bool aligned = (reinterpret_cast<uintptr_t>(p.scores) | 4 * p.scores_stride) % sizeof(scores) == 0;
+  if (p.scores_type == DType::f32 && aligned && expert + 4 <= p.experts) {
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) scores.v[c] += p.bias[expert + c];
+    }
+    *reinterpret_cast<Sums<4>*>(static_cast<float*>(p.scores) + token * p.scores_stride + expert) = scores;
+    return;
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c)
+    if (expert + c < p.experts) store_score(p, token, expert + c, scores.v[c]);
+}
+
+template <int kTerms, int kGroups, int kColumns>
 __global__ __launch_bounds__(
     Tile<kTerms, kGroups, kColumns>::kThreads,
     Tile<kTerms, kGroups, kColumns>::kCtasPerSm) void tile_kernel(const __grid_constant__ Maps maps,
@@ -64,10 +85,8 @@ __global__ __launch_bounds__(
   auto* const empty = full + T::kStages;
   const int rank = blockIdx.x, ctas = gridDim.x;
   const int64_t column0 = int64_t{blockIdx.y} * kColumns, row0 = int64_t{blockIdx.z} * T::kRows;
-  // Of whole turns: copies of what is beyond the hidden size bring zeros.
-  const int turns = static_cast<int>((steps_of(p.hidden) + kTurnSteps - 1) / kTurnSteps);
-  const int first = kTurnSteps * first_step(turns, rank, ctas);
-  const int count = kTurnSteps * first_step(turns, rank + 1, ctas) - first;
+  const int steps = static_cast<int>(steps_of(p.hidden)), first = first_step(steps, rank, ctas);
+  const int count = first_step(steps, rank + 1, ctas) - first;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < T::kStages; ++i) {
@@ -124,53 +143,96 @@ __global__ __launch_bounds__(
   if constexpr (T::kMovesRegisters) device::take_registers<232>();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = __shfl_sync(~0u, warp / 4, 0);  // shuffled, so that addresses are known to be a warp's
-  float sums[kColumns / 2] = {}, totals[T::kHasTotals ? kColumns / 2 : 1] = {}, products[kColumns / 2];
-  // Two groups take turns, so that one multiplies while the other adds; left alone they do either at the same time.
-  if (kGroups == 2 && group == 1 && count > 0) device::arrive_named_barrier(kTurn, T::kConsumers);
-  device::RingPosition<T::kStages> at;
-  for (int step = 0; step < count; step += kTurnSteps) {
-    const uint8_t* stages[kTurnSteps];
-    device::Barrier* done[kTurnSteps];
-#pragma unroll
-    for (int s = 0; s < kTurnSteps; ++s, at.next()) {
-      stages[s] = smem + at.stage * T::kStageBytes;
-      done[s] = empty + at.stage;
-      device::wait_for(full + at.stage, at.parity);
-    }
-    if constexpr (kGroups == 2) device::named_barrier(kTurn + group, T::kConsumers);
+  const uint64_t x0 = device::swizzled_operand(smem + group * (64 * kRowBytes));
+  const uint64_t w0 = device::swizzled_operand(smem + T::kXBytes);
+  const auto behind = [](uint64_t operand, uint32_t bytes) {  // its address is in the lower half
+    return operand >> 32 << 32 | (static_cast<uint32_t>(operand) + bytes / 16);
+  };
+  float sums[kColumns / 2] = {}, totals[T::kHasTotals ? kColumns / 2 : 1] = {};
+  // Asks for the products of a step with columns from `column` on, and counts them as one batch.
+  const auto multiply = [&](auto& products, uint32_t stage, int column) {
+    constexpr int kWidth = 2 * static_cast<int>(sizeof(products) / sizeof(float));
     device::begin_products();
 #pragma unroll
-    for (int s = 0; s < kTurnSteps; ++s) {
-      const uint8_t* x = stages[s] + group * (64 * kRowBytes);
+    for (int t = kTerms - 1; t >= 0; --t) {
 #pragma unroll
-      for (int t = kTerms - 1; t >= 0; --t) {
-        const uint8_t* w = stages[s] + T::kXBytes + t * T::kTermBytes;
-#pragma unroll
-        for (int k = 0; k < kSlices; ++k) {
-          device::Wgmma<bf16, kColumns>::multiply(products, device::swizzled_operand(x + 32 * k),
-                                                  device::swizzled_operand(w + 32 * k),
-                                                  s > 0 || t < kTerms - 1 || k > 0);
-        }
+      for (int k = 0; k < kSlices; ++k) {
+        const uint32_t x = stage * T::kStageBytes + 32 * k;
+        const uint32_t w = x + t * T::kTermBytes + column * kRowBytes;
+        device::Wgmma<bf16, kWidth>::multiply(products, behind(x0, x), behind(w0, w),
+                                              t < kTerms - 1 || k > 0);
       }
     }
     device::commit_products();
-    if (kGroups == 2 && (group == 0 || step + kTurnSteps < count))
-      device::arrive_named_barrier(kTurn + 1 - group, T::kConsumers);
-    device::wait_for_products<0>();
+  };
+  const auto add = [&](auto& products, int column) {
     device::hold_products(products);
-    if (lane == 0) {
 #pragma unroll
-      for (int s = 0; s < kTurnSteps; ++s) device::arrive(done[s]);
+    for (int i = 0; i < static_cast<int>(sizeof(products) / sizeof(float)); ++i)
+      sums[column / 2 + i] += products[i];
+  };
+  const auto release = [&](uint32_t stage) {
+    if (lane == 0) device::arrive(empty + stage);
+  };
+  device::RingPosition<T::kStages> at;
+  if constexpr (T::kTwoBatches) {
+    // One batch is multiplied while the one before is added: of the next step, or of the other half of the columns.
+    float even[T::kBatchColumns / 2], odd[T::kBatchColumns / 2];
+    constexpr int kLast = kColumns - T::kBatchColumns;  // the first column of a step's last batch
+    const auto begin = [&](auto& products, int column) {
+      if (column == 0) device::wait_for(full + at.stage, at.parity);
+      multiply(products, at.stage, column);
+    };
+    // Adds the batch before the one just begun, whose columns begin with `column`.
+    const auto finish = [&](auto& products, int column) {
+      device::wait_for_products<1>();
+      if (column == kLast) release(at.stage == 0 ? T::kStages - 1 : at.stage - 1);
+      add(products, column);
+    };
+    int left = count * (kColumns / T::kBatchColumns);
+    if (left > 0) {
+      begin(even, 0);
+      if (kLast == 0) at.next();
+      for (--left; left >= 2; left -= 2) {
+        begin(odd, kLast);
+        finish(even, 0);
+        at.next();
+        begin(even, 0);
+        finish(odd, kLast);
+        if (kLast == 0) at.next();
+      }
+      if (left > 0) {
+        begin(odd, kLast);
+        device::wait_for_products<1>();
+        add(even, 0);
+        device::wait_for_products<0>();
+        add(odd, kLast);
+      } else {
+        device::wait_for_products<0>();
+        add(even, 0);
+      }
     }
+  } else {
+    float products[T::kBatchColumns / 2];
+    // Two groups take turns, so that one multiplies while the other adds; left alone they do either at the same time.
+    if (kGroups == 2 && group == 1 && count > 0) device::arrive_named_barrier(kTurn, T::kConsumers);
+    for (int step = 0; step < count; ++step, at.next()) {
+      device::wait_for(full + at.stage, at.parity);
+      if constexpr (kGroups == 2) device::named_barrier(kTurn + group, T::kConsumers);
+      multiply(products, at.stage, 0);
+      if (kGroups == 2 && (group == 0 || step + 1 < count))
+        device::arrive_named_barrier(kTurn + 1 - group, T::kConsumers);
+      device::wait_for_products<0>();
+      release(at.stage);
+      add(products, 0);
+      if constexpr (T::kHasTotals) {
+        if (in_pieces || (step + 1) % kTotalSteps != 0) continue;
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) sums[i] += products[i];
-    if constexpr (T::kHasTotals) {
-      if (in_pieces || (step + 1) % kTotalSteps != 0) continue;
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) {
-        const float total = totals[i] + sums[i];
-        sums[i] = (totals[i] - total) + sums[i];  // what was lost begins the next sum
-        totals[i] = total;
+        for (int i = 0; i < kColumns / 2; ++i) {
+          const float total = totals[i] + sums[i];
+          sums[i] = (totals[i] - total) + sums[i];  // what was lost begins the next sum
+          totals[i] = total;
+        }
       }
     }
   }
@@ -198,18 +260,24 @@ __global__ __launch_bounds__(
   constexpr int kVectors = kColumns / 4;
   const int first_row = T::kRows * rank / ctas, last_row = T::kRows * (rank + 1) / ctas;
   const int rows = static_cast<int>(min(int64_t{last_row}, p.tokens - row0)) - first_row;
-  for (int i = threadIdx.x; i < rows * kVectors; i += T::kConsumers) {
-    const int row = first_row + i / kVectors, column = i % kVectors * 4;
-    if (column0 + column >= p.experts) continue;
-    const float* from = tile + row * T::kPitch + column;
-    Sums<4> part[kMostCtas];
+  const int vectors = rows * kVectors;
+  for (int i0 = threadIdx.x; i0 < vectors; i0 += T::kAtOnce * T::kConsumers) {
+    Sums<4> part[T::kAtOnce][kMostCtas];
 #pragma unroll
-    for (int other = 0; other < kMostCtas; ++other)
-      if (other < ctas) part[other] = *reinterpret_cast<const Sums<4>*>(device::in_cta(from, other));
-    add_in_pairs<kTerms>(part, ctas);
+    for (int j = 0; j < T::kAtOnce; ++j) {
+      const int i = min(i0 + j * T::kConsumers, vectors - 1);
+      const float* from = tile + (first_row + i / kVectors) * T::kPitch + i % kVectors * 4;
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      if (column0 + column + c < p.experts) store_score(p, row0 + row, column0 + column + c, part[0].v[c]);
+      for (int other = 0; other < kMostCtas; ++other)
+        if (other < ctas) part[j][other] = *reinterpret_cast<const Sums<4>*>(device::in_cta(from, other));
+    }
+#pragma unroll
+    for (int j = 0; j < T::kAtOnce; ++j) {
+      const int i = i0 + j * T::kConsumers;
+      if (i >= vectors) break;
+      add_in_pairs<kTerms>(part[j], ctas);
+      store_scores(p, row0 + first_row + i / kVectors, column0 + i % kVectors * 4, part[j][0]);
+    }
   }
   __syncwarp();                             // a cluster's barrier wants whole warps
   if (ctas > 1) device::cluster_barrier();  // nobody reads this CTA's sums any more
@@ -228,7 +296,7 @@ Status make_map(const void* data, int64_t rows, int64_t hidden, int64_t stride, 
       map);
 }
 
-template <int kTerms, int kGroups, int kColumns, int kTurnSteps = 1>
+template <int kTerms, int kGroups, int kColumns>
 Status run(const Params& p, const TilePlan& plan, const Stream& stream) {
   using T = Tile<kTerms, kGroups, kColumns>;
   Maps maps;
@@ -242,7 +310,7 @@ Status run(const Params& p, const TilePlan& plan, const Stream& stream) {
                           .smem_bytes = T::kSmemBytes,
                           .cluster = plan.ctas,
                           .overlap_previous = true};
-  return launch("router_gemm", tile_kernel<kTerms, kGroups, kColumns, kTurnSteps>, shape, stream, maps, p,
+  return launch("router_gemm", tile_kernel<kTerms, kGroups, kColumns>, shape, stream, maps, p,
                 plan.in_pieces);
 }
 
@@ -251,12 +319,9 @@ Status run(const Params& p, const TilePlan& plan, const Stream& stream) {
   if (plan.groups == 1) {
     return plan.columns == 32 ? run<kTerms, 1, 32>(p, plan, stream) : run<kTerms, 1, 64>(p, plan, stream);
   }
-  constexpr int kTurnSteps = kTerms == 1 ? 2 : 1;  // steps of one term are short, and the stages many
   if (plan.columns == 64) return run<kTerms, 2, 64>(p, plan, stream);
-  if (plan.columns == 96) return run<kTerms, 2, 96, kTurnSteps>(p, plan, stream);
-  if (plan.columns == 192) return run<kTerms, 2, 192>(p, plan, stream);
-  return plan.in_pieces ? run<kTerms, 2, 128>(p, plan, stream)
-                        : run<kTerms, 2, 128, kTurnSteps>(p, plan, stream);
+  if (plan.columns == 96) return run<kTerms, 2, 96>(p, plan, stream);
+  return plan.columns == 128 ? run<kTerms, 2, 128>(p, plan, stream) : run<kTerms, 2, 192>(p, plan, stream);
 }
 
 }  // namespace

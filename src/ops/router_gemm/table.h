@@ -62,7 +62,7 @@ inline constexpr Need kRouterGemmFmaNeeds[] = {
 inline constexpr Row<RouterGemmArgs> kRouterGemmRows[] = {
 #if VIVACE_CUDA
     {"sm90.tiles", Device::cuda, kRouterGemmTilesNeeds, router_gemm_sm90_tiles,
-     "tensor cores, steps of 64 or 128 added in fp32, wide tiles, k cut as the number of tokens asks"},
+     "tensor cores, steps of 64 added in fp32, wide tiles, k cut as the number of tokens asks"},
     {"sm90.pieces", Device::cuda, kRouterGemmPiecesNeeds, router_gemm_sm90_pieces,
      "tensor cores, steps of 64 added in fp32, k in eighths over a cluster: a token's bits in any company"},
     {"cuda.mma", Device::cuda, kRouterGemmMmaNeeds, router_gemm_cuda_mma,
