@@ -269,6 +269,41 @@ TEST(RouteTopK, ATokenDoesNotDependOnItsCompany) {
   }
 }
 
+TEST(RouteTopK, ATokenHasTheSameBitsAloneAndAmongThousands) {
+  using enum RouteScoring;
+  const RouteTopKCase cases[] = {{"", 700, 64, 8},
+                                 {"", 700, 100, 4, softmax_chosen},
+                                 {"", 700, 100, 4, softmax_chosen, true},
+                                 {"", 700, 192, 8, sigmoid, true, true, 2.826},
+                                 {"", 700, 256, 8, sigmoid, true, true, 2.5, 8, 4},
+                                 {"", 700, 384, 12, softmax, true, false, 6, 1, 1, 128},
+                                 {"", 700, 768, 12, softmax, true, false, 6, 1, 1, 256},
+                                 {"", 700, 1000, 10, softmax, false, false, 1, 25, 6},
+                                 {"", 700, 1024, 40}};
+  for (const RouteTopKCase& c : cases) {
+    RouteTopKProblem shape(c, 3);
+    for (const Stream& stream : test_streams()) {
+      for_each_fitting_row(kRouteTopK, shape.args, stream, [&](const auto& row) {
+        SCOPED_TRACE(testing::Message() << row.name << ", " << c.experts << " experts");
+        RouteTopKProblem all(c, 3), alone(c, 3);
+        ASSERT_OK(row.run(all.args, stream));
+        for (int64_t t = 0; t < c.tokens; t += 37) {
+          RouteTopKArgs args = alone.args;
+          args.scores = args.scores.rows(t, 1);
+          args.expert_ids = args.expert_ids.rows(t, 1);
+          args.expert_weights = args.expert_weights.rows(t, 1);
+          if (c.zero_experts > 0) args.zero_weight = args.zero_weight.rows(t, 1);
+          ASSERT_OK(row.run(args, stream));
+          ASSERT_EQ(ids_of(args.expert_ids), ids_of(all.args.expert_ids.rows(t, 1)));
+          ASSERT_EQ(values_of(args.expert_weights), values_of(all.args.expert_weights.rows(t, 1)));
+          if (c.zero_experts > 0)
+            ASSERT_EQ(values_of(args.zero_weight), values_of(all.args.zero_weight.rows(t, 1)));
+        }
+      });
+    }
+  }
+}
+
 TEST(RouteTopK, RefusesWhatDisagrees) {
   RouteTopKProblem p({"", 2, 8, 2}, 1);
   const auto refuses = [&](auto&& change, const char* text) {

@@ -43,6 +43,13 @@ inline constexpr RouteTopKCase kRouteTopKTestCases[] = {
     {"padding", 16, 192, 8, RouteScoring::sigmoid, true, true, 2.826, 1, 1, 0, 0, 5},
     {"padding with zero experts", 20, 768, 12, RouteScoring::softmax, true, false, 6, 1, 1, 256, 0, 11},
     {"padding alone", 3, 64, 8, RouteScoring::softmax, false, true, 1, 1, 1, 0, 0, 0},
+    {"Qwen3, a prompt", 700, 128, 8},
+    {"Hy3, a prompt", 700, 192, 8, RouteScoring::sigmoid, true, true, 2.826},
+    {"DeepSeek-V3, a prompt", 700, 256, 8, RouteScoring::sigmoid, true, true, 2.5, 8, 4},
+    {"LongCat, a prompt with padding", 700, 768, 12, RouteScoring::softmax, true, false, 6, 1, 1, 256, 800,
+     650},
+    {"a prompt, more choices than a warp has lanes", 700, 1000, 40, RouteScoring::softmax_chosen},
+    {"a prompt, a warp takes no more groups", 700, 99, 3, RouteScoring::sigmoid, true, true, 1, 33, 5},
     {"more live tokens than there are", 3, 64, 8, RouteScoring::softmax, false, true, 1, 1, 1, 0, 0, 7},
 };
 

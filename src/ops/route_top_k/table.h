@@ -27,7 +27,7 @@ inline constexpr Need kRouteTopKCudaNeeds[] = {{"experts", Need::at_most, 4096},
 inline constexpr Row<RouteTopKArgs> kRouteTopKRows[] = {
 #if VIVACE_CUDA
     {"cuda.block", Device::cuda, kRouteTopKCudaNeeds, route_top_k_cuda,
-     "a block per token, which ranks the few keys above a bound"},
+     "a block per token, or a warp where there are many, which ranks the few keys above a bound"},
 #endif
     {"cpu.simd", Device::cpu, kRouteOnStack, route_top_k_cpu, "fp32 scores, one scan for the k best"},
     {"reference", Device::cpu, {}, route_top_k_reference, "float64, straight from the formula"},
