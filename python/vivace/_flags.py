@@ -10,7 +10,7 @@ from typing import Callable
 def whole(low: int, high: int) -> Callable[[str], int]:
     """What argparse reads a whole number from `low` to `high` by."""
     def number(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and low <= int(text[:40]) <= high):
+        if not (text.isascii() and text.isdigit() and len(text) <= 40 and low <= int(text) <= high):
             raise argparse.ArgumentTypeError(f"{text!r}, needs {low} to {high}")
         return int(text)
     return number

@@ -76,7 +76,8 @@ def _why(choice: Choice) -> str:
 # What has to be a whole number wherever it is given, and the least of them; some are lists in some configurations, a number a layer.
 _NUMBERS = {**dict.fromkeys(("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"), 1),
             **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "num_expert_group"), 0)}
-_LISTS = {**dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k", "moe_intermediate_size", "expert_hidden_dim", "intermediate_size"), 1)}
+_LISTS = {**dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_intermediate_size", "expert_hidden_dim", "intermediate_size"), 1),
+          "top_k": 0}  # which a model without experts may have for its sampler
 _MOST = 2**24
 
 
@@ -228,6 +229,8 @@ def _experts(config: Mapping[str, Any], experts: int, hidden: int, tp: int, shap
     top_k, width = (value[0] if isinstance(value, list) else value for value in (top_k, width))
     if width % tp:
         raise ValueError(f"vivace.explain: tp is {tp}, which does not divide {width} rows of an expert")
+    if top_k < 1:
+        raise ValueError(f"vivace.explain: top_k is {top_k}, needs at least 1 expert a token")
     if top_k > experts:
         raise ValueError(f"vivace.explain: {top_k} experts a token are more than the {experts} that there are")
     inner = width // tp

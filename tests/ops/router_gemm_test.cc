@@ -361,6 +361,15 @@ TEST(RouterGemm, PlansForHopperUseWholeWavesAndEveryCta) {
   EXPECT_EQ(wide.columns, 192);
   EXPECT_LE(prompt_plan({8192, 192, 4096, 3}, h200).columns, 128);  // with room for totals
   EXPECT_EQ(wide.tiles({8192, 192, 4096, 2}) * wide.ctas, 128);
+  // What cases of the same sizes are there for.
+  constexpr int64_t kStages = 8;  // at most
+  for (const auto& [problem, columns] : {std::pair(Problem{3000, 100, 1032, 1}, 96),
+                                         {{1000, 200, 3080, 1}, 128},
+                                         {{6000, 260, 520, 1}, 192}}) {
+    const TilePlan plan = prompt_plan(problem, h200);
+    EXPECT_EQ(plan.columns, columns);
+    EXPECT_GT((steps_of(problem.hidden) + plan.ctas - 1) / plan.ctas, kStages);
+  }
 }
 
 TEST(RouterGemm, RefusesAStaleWeight) {

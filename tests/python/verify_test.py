@@ -206,9 +206,12 @@ class Explain(unittest.TestCase):
                             ({**QWEN, "num_attention_heads": "32"}, "num_attention_heads is '32', needs a whole number"),
                             ({**QWEN, "num_key_value_heads": 5}, "num_attention_heads is 32, needs a multiple of 5"),
                             ({**QWEN, "moe_intermediate_size": None}, "128 experts and no moe_intermediate_size"),
-                            ({**QWEN, "num_experts_per_tok": 129}, "129 experts a token are more than")):
+                            ({**QWEN, "num_experts_per_tok": 129}, "129 experts a token are more than"),
+                            ({**QWEN, "num_experts_per_tok": None, "top_k": 0}, "top_k is 0, needs at least 1 expert a token")):
             with self.assertRaisesRegex((TypeError, ValueError), f"^vivace.explain: .*{said}"):
                 vivace.explain(wrong)
+        dense = {name: value for name, value in QWEN.items() if name in ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")}
+        self.assertEqual(str(vivace.explain({**dense, "top_k": 0})), str(vivace.explain(dense)))  # its sampler's
         for options, said in (({"tp": 0}, "tp is 0, needs 1"), ({"tp": 3}, "tp is 3, which does not divide 32"), ({"page_tokens": 0}, "page_tokens is 0"),
                               ({"kv_dtype": "f8"}, "kv_dtype is 'f8'"), ({"compute_capability": -1}, "compute_capability is -1")):
             with self.assertRaisesRegex(ValueError, f"^vivace.explain: {said}"):

@@ -165,7 +165,9 @@ class Consumer {
   __device__ __forceinline__ static void give_turn() {
     device::arrive_named_barrier(1 + (group() ^ 1), kConsumers);
   }
+  /// For the whole warp, whatever its lanes have read.
   __device__ __forceinline__ static void release(Barrier* barrier) {
+    __syncwarp();
     if (lane() == 0) device::arrive(barrier);
   }
 

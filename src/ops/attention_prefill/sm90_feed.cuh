@@ -92,7 +92,7 @@ struct Shared {
   }
 };
 
-/// The tiles of a CTA, by one warp. All tiles of the call, those with the most blocks of keys first, go round the CTAs and
+/// The tiles of a CTA, by one warp. All tiles of the call, those whose keys end latest first, go round the CTAs and
 /// back. Of equally long ones those that share keys are neighbours.
 template <class T>
 class TileList {

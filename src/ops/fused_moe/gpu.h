@@ -10,7 +10,7 @@
 namespace vivace {
 
 /// The scratch of one block of tokens. Slot s = token * top_k + choice. cuda.grouped makes a row of each slot with work,
-/// sorted by expert; sm90.stream uses the parts `hidden`, `wide` and `scales` with a row per slot.
+/// sorted by expert; sm90.split and sm90.stream use the parts `hidden`, `wide` and `scales` with a row per slot.
 struct Scratch {
   int64_t block_tokens, slots;
   int32_t *start, *rows;  // [experts]
@@ -44,8 +44,8 @@ struct LastRow {
   const int32_t *start = nullptr, *rows = nullptr;
 };
 
-/// part.wide in blocks of 128 as fp8 in part.hidden with made scales in part.scales. The next kernel may start as soon as this
-/// one's CTAs have an SM, or when the kernel ahead has ended.
+/// part.wide in blocks of 128 as fp8 in part.hidden with made scales in part.scales. With `next_starts_early` the next kernel may
+/// start as soon as this one's CTAs have an SM, otherwise when the kernel ahead has ended.
 Status requantise(const Scratch::Part& part, int64_t rows, int64_t intermediate, int64_t block_offset,
                   const LastRow& last, const Stream& stream, bool next_starts_early = true);
 int64_t requantise_ctas(int64_t rows, int64_t blocks);

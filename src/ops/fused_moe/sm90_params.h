@@ -1,6 +1,6 @@
 #pragma once
 
-// What the kernels of sm90.stream are given. For files that are compiled with CUDA.
+// What the kernels of sm90.split and sm90.stream are given. For files that are compiled with CUDA.
 
 #include <cuda_runtime.h>
 

@@ -189,8 +189,9 @@ inline constexpr Need kFusedMoeSm90SplitNeeds[] = {
     {"down_alignment", Need::multiple_of, 16},
     {"shared_alignment", Need::multiple_of, 16},
 };
-/// The same in any company, up to kMaxRows.
+/// The same without the first two: in any company, up to kMaxRows.
 inline constexpr std::span kFusedMoeSm90StreamNeeds = std::span(kFusedMoeSm90SplitNeeds).subspan(2);
+static_assert(kFusedMoeSm90StreamNeeds.front().fact == std::string_view("compute_capability"));
 
 // As cuda.grouped, in products of warp groups.
 inline constexpr Need kFusedMoeSm90WideNeeds[] = {
@@ -223,7 +224,8 @@ inline constexpr Row<FusedMoeArgs> kFusedMoeRows[] = {
      "experts",
      fused_moe_gpu_workspace_bytes},
     {"sm90.wide", Device::cuda, kFusedMoeSm90WideNeeds, fused_moe_sm90_wide,
-     "tokens sorted by expert on the device, grouped products of warp groups, x read in place or put in order",
+     "tokens sorted by expert on the device, grouped products of warp groups, x read in place or put in "
+     "order",
      fused_moe_gpu_workspace_bytes},
     {"cuda.grouped", Device::cuda, kFusedMoeCudaNeeds, fused_moe_cuda,
      "tokens sorted by expert on the device, grouped tensor-core products, x read in place",

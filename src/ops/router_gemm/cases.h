@@ -50,6 +50,11 @@ inline constexpr RouterGemmCase kRouterGemmTestCases[] = {
     {"a prompt, three terms, totals", 2060, 300, 328},
     {"a prompt, one term, more steps than stages", 2060, 12, 3080, DType::bf16, DType::bf16,
      RouterMode::exact, true},
+    // Of 96, 128 and 192 columns a tile with more steps than stages.
+    {"a prompt, one term, 96 columns a tile", 3000, 100, 1032, DType::bf16, DType::bf16},
+    {"a prompt, one term, 128 columns a tile", 1000, 200, 3080, DType::bf16, DType::bf16, RouterMode::exact,
+     true},
+    {"a prompt, one term, 192 columns a tile", 6000, 260, 520, DType::bf16, DType::bf16},
     {"a prompt, one term, strided rows", 1030, 100, 392, DType::bf16, DType::bf16, RouterMode::exact, false,
      DType::f32, 400},
     {"long rows", 3, 9, 8200},
