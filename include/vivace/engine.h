@@ -80,7 +80,7 @@ struct EngineOptions {
   bool exact = false;          ///< no activation quantisation inside linear
   bool deterministic = false;  ///< a request's bits do not depend on its company
   std::string router_mode = "exact";
-  std::string prefer;           ///< OP=ROW[,OP=ROW]
+  std::string prefer{};         ///< OP=ROW[,OP=ROW]
   int64_t max_model_len = 0;    ///< 0: the model's own context length
   int64_t max_batch = 64;       ///< requests that run at once
   int64_t token_budget = 512;   ///< tokens per step, prompt chunks and decodes together
@@ -92,7 +92,7 @@ struct EngineOptions {
   uint64_t seed = 0;  ///< of the generator that seeds requests without a seed
   /// Gets lines about what may surprise, such as the rows that a GPU's calls fall back to; absent: nobody does. Called
   /// while the engine is made.
-  std::function<void(const std::string&)> log;
+  std::function<void(const std::string&)> log{};
 };
 
 struct EngineStats {

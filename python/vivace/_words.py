@@ -58,7 +58,7 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
         for name, count in dims.items():
             shape = tuple(shape_of(given[name]))
             if len(shape) != count:
-                return ValueError(f"{place}: {name} has the shape {shape}, needs {count} dimensions")
+                return ValueError(f"{place}: {name} has the shape {shape}, needs {count} dimension{'s' if count > 1 else ''}")
         return error
     for theirs, ours in names.items():
         text = re.sub(rf"(?<![\w.]){theirs}\b", ours, text)

@@ -116,8 +116,15 @@ def _scaling(place: str, scaling: str, name: str, array: Array) -> int:
         return 0
     code = _choice_of(f"{place}: scaling", scaling, _SCALING)
     if dtype_of(array) != "fp8_e4m3":
-        raise ValueError(f"{place}: scaling is {scaling!r}, which is for fp8, needs 'tensor': {name} is {dtype_of(array)}")
+        raise ValueError(f"{place}: scaling is {scaling!r}, which is for fp8, needs 'tensor', or {name}, which is {dtype_of(array)}, in fp8: "
+                         "torch.float8_e4m3fn, or vivace.Typed(array, 'fp8_e4m3')")
     return code
+
+
+def _needs_scales(place: str, scaling: str, code: int, scale: Array | None) -> None:
+    """Where an operator makes scales of an output, the caller has to have them: they are given, not returned."""
+    if code and scale is None:
+        raise ValueError(f"{place}: out_scale is absent, needs where the scales go: vivace.empty_scale(x, out.shape, {scaling!r})")
 
 
 def _blocks(width: int) -> int:
@@ -151,6 +158,7 @@ def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: flo
     if out is None:
         out = empty(x, shape_of(x), dtype_of(x))
     code = _scaling("rms_norm", scaling, "out", out) if out_fp8 is None else _scaling("rms_norm", scaling, "out_fp8", out_fp8)
+    _needs_scales("rms_norm", scaling, code, out_scale)
     return (x, residual, weight, out, out_scale, code, eps, out_fp8), out
 
 
@@ -553,7 +561,9 @@ def silu_mul(gate: Array, up: Array, *, out: Array | None = None, out_scale: Arr
     """
     if out is None:
         out = empty(gate, shape_of(gate), dtype_of(gate))
-    return (gate, up, out, out_scale, _scaling("silu_mul", scaling, "out", out)), out
+    code = _scaling("silu_mul", scaling, "out", out)
+    _needs_scales("silu_mul", scaling, code, out_scale)
+    return (gate, up, out, out_scale, code), out
 
 
 @_operator({"x": 2}, y="out")

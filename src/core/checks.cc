@@ -14,11 +14,13 @@ Checker& Checker::tensor(std::string_view name, const Tensor& tensor,
   if (!ok()) return *this;
   const int rank = static_cast<int>(dims.size());
   if (!tensor.present()) {
-    status_ = invalid_argument("{}: {} is absent, needs a tensor of {} dimensions", op_, name, rank);
+    status_ = invalid_argument("{}: {} is absent, needs a tensor of {} dimension{}", op_, name, rank,
+                               rank == 1 ? "" : "s");
     return *this;
   }
   if (tensor.rank != rank) {
-    status_ = invalid_argument("{}: {} is {}, needs {} dimensions", op_, name, to_string(tensor), rank);
+    status_ = invalid_argument("{}: {} is {}, needs {} dimension{}", op_, name, to_string(tensor), rank,
+                               rank == 1 ? "" : "s");
     return *this;
   }
   if (tensor.device != device_) {

@@ -161,7 +161,7 @@ class TheScript(Case):
         notes = "ptxas warning : Registers are spilled\nptxas info : Potential Performance Loss"
         code, shown, log = self.build(f"@1 of 2 a.o\n{notes}\n@2 of 2 b.o", 0)
         self.assertEqual((code, log), (0, f"{notes}\n"))
-        self.assertIn("      building: 2 of 2\n      the compilers warned: build/build.log\n", shown)
+        self.assertIn("      building: 2 of 2\n      what the compilers said: build/build.log\n", shown)
         self.assertNotIn("ptxas", shown)
         code, shown, log = self.build("@1 of 1 a.o", 0)
         self.assertEqual((code, log, "warned" in shown), (0, "", False))

@@ -678,7 +678,7 @@ TEST(FusedMoe, RefusesScalesThatDisagree) {
       "down_scale is f32[4], needs 3 dimensions: gate_up_scale has blocks of 128");
   refuses(
       p.args, [&](auto& a) { a.x = f32, a.x_scale = Tensor(), a.down_scale = blocks.args.down_scale; },
-      "down_scale is f32[4, 2, 2], needs 1 dimensions: gate_up_scale has no blocks of 128");
+      "down_scale is f32[4, 2, 2], needs 1 dimension: gate_up_scale has no blocks of 128");
   refuses(
       p.args, [&](auto& a) { a.x = f32, a.x_scale = Tensor(), a.gate_up_scale = a.down_scale; },
       "gate_up_scale is f32[4], needs 2 dimensions, or 4 with blocks of 128");

@@ -102,7 +102,7 @@ TEST(QuantizeFp8, RefusesWhatDisagrees) {
                "quantize_fp8: scale.shape[1] is 2, needs blocks = 3 (from ceil(width / 128))");
   args = p.args;
   args.scaling = Fp8Scaling::token;
-  EXPECT_FAILS(quantize_fp8(args, Stream{}), Code::invalid_argument, "needs 1 dimensions");
+  EXPECT_FAILS(quantize_fp8(args, Stream{}), Code::invalid_argument, "needs 1 dimension");
   args = p.args;
   args.scale = Tensor();
   EXPECT_FAILS(quantize_fp8(args, Stream{}), Code::invalid_argument, "scale is absent");

@@ -231,7 +231,10 @@ class Arrays(unittest.TestCase):
         self.assertTrue(np.array_equal(both.array, alone.array) and np.array_equal(made, expected))
         with self.assertRaisesRegex(ValueError, "rms_norm: out_scale is absent"):
             vivace.rms_norm(x, weight, out_fp8=both)
-        with self.assertRaisesRegex(ValueError, "which is for fp8, needs 'tensor': out_fp8 is f32"):
+        for call in (lambda: vivace.rms_norm(x, weight, out_fp8=both, scaling="token"), lambda: vivace.silu_mul(x, x, out=both, scaling="token")):
+            with self.assertRaisesRegex(ValueError, r"out_scale is absent, needs where the scales go: vivace.empty_scale\(x, out.shape, 'token'\)"):
+                call()
+        with self.assertRaisesRegex(ValueError, "which is for fp8, needs 'tensor', or out_fp8, which is f32, in fp8: .*vivace.Typed"):
             vivace.rms_norm(x, weight, out_fp8=y, out_scale=made, scaling="block")
 
     def test_what_is_read_only_is_not_written(self):
@@ -602,9 +605,9 @@ class Errors(unittest.TestCase):
 
     def test_scaling_is_for_fp8(self):
         x, weight = np.ones((4, 64), "float32"), np.ones(64, "float32")
-        for message, call, args in (("rms_norm: scaling is 'token', .*: out is f32", vivace.rms_norm, (x, weight)),
-                                    ("silu_mul: scaling is 'token', .*: out is f32", vivace.silu_mul, (x, x)),
-                                    ("linear: scaling is 'token', .*: x is f32", vivace.linear, (x, x))):
+        for message, call, args in (("rms_norm: scaling is 'token', .* or out, which is f32, in fp8", vivace.rms_norm, (x, weight)),
+                                    ("silu_mul: scaling is 'token', .* or out, which is f32, in fp8", vivace.silu_mul, (x, x)),
+                                    ("linear: scaling is 'token', .* or x, which is f32, in fp8", vivace.linear, (x, x))):
             self.refused(ValueError, message, call, *args, scaling="token")
 
     def test_scores_without_a_number(self):

@@ -148,8 +148,8 @@ Status check_kind(Checker& check, const FusedMoeArgs& args, const Scheme& scheme
   const bool judged_by_x = !quantises(args);
   const auto one = [&](std::string_view name, const Tensor& scale, int rank) -> Status {
     if (scale.rank == rank) return {};
-    return invalid_argument("fused_moe: {} is {}, needs {} dimensions: {} has {}", name, to_string(scale),
-                            rank, judged_by_x ? "x_scale" : "gate_up_scale",
+    return invalid_argument("fused_moe: {} is {}, needs {} dimension{}: {} has {}", name, to_string(scale),
+                            rank, rank == 1 ? "" : "s", judged_by_x ? "x_scale" : "gate_up_scale",
                             blocks ? "blocks of 128" : "no blocks of 128");
   };
   const int rank = args.gate_up_scale.rank;
