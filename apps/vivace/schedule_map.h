@@ -27,8 +27,8 @@ struct RequestClass {
 /// that it begins.
 struct ScheduleSummary {
   int64_t active = 0;  ///< workers that the map knows, the first ones
-  int64_t used =
-      0;  ///< those of them that have a piece: where pieces are not divided, others fall between the cuts
+  /// Those of them that have a piece: where pieces are not divided, others fall between the cuts.
+  int64_t used = 0;
   int64_t tiles = 0, units = 0, weight = 0, heaviest = 0;
   int64_t pieces = 0, partials = 0;  ///< a partial is a piece of a unit that was cut
   int64_t cut_units = 0, most_pieces = 0;

@@ -150,17 +150,16 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                           .schedule = buffers.schedule}));
   }
   using internal::BlockInput;
-  /// Into to.x, which with `fp8` is quantised beside it.
-  const auto norm = [&](int64_t layer, const Tensor& weight, const BlockInput& to,
-                        const BlockInput* fp8 = nullptr) {
-    const BlockInput& quantised = fp8 != nullptr ? *fp8 : to;
+  /// Into to.x; where that is fp8 and others need it as it is, into `plain`, too.
+  const auto norm = [&](int64_t layer, const Tensor& weight, const BlockInput& to, const Tensor& plain = {}) {
+    const bool both = plain.present() && to.x.dtype == DType::fp8_e4m3;
     RmsNormArgs args{.x = residual,
                      .weight = weight,
-                     .y = to.x,
-                     .y_scale = quantised.scale,
-                     .y_scaling = quantised.scaling,
+                     .y = both ? plain : to.x,
+                     .y_scale = to.scale,
+                     .y_scaling = to.scaling,
                      .eps = config.rms_eps,
-                     .y_fp8 = fp8 != nullptr ? fp8->x : Tensor()};
+                     .y_fp8 = both ? to.x : Tensor()};
     if (delta.present()) {
       args.x = delta;
       args.residual = residual;
@@ -169,6 +168,10 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
   };
   const auto fp8_input = [&](const BlockInputFormat& format, int64_t width) {
     return internal::fp8_input(buffers, format, tokens, width);
+  };
+  /// What a norm makes for matrices of this format.
+  const auto normed_input = [&](const BlockInputFormat& format) {
+    return format.fp8 ? fp8_input(format, config.hidden) : BlockInput{.x = normed};
   };
   const auto project = [&](int64_t layer, const BlockInput& input, std::initializer_list<LinearPart> parts) {
     LinearArgs args{.x = input.x,
@@ -188,8 +191,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     const LayerWeights& weights = graph.weights.layers[l];
     const bool last = l + 1 == config.layers;
 
-    const BlockInput x =
-        weights.qkv_input.fp8 ? fp8_input(weights.qkv_input, config.hidden) : BlockInput{.x = normed};
+    const BlockInput x = normed_input(weights.qkv_input);
     VIVACE_TRY(norm(l, weights.input_norm, x));
     const Tensor qkv = buffers.qkv.rows(0, tokens);
     if (weights.qkv.present()) {
@@ -274,9 +276,8 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
     }
     VIVACE_TRY(project(l, o_input, {internal::part(weights.o, delta)}));
 
+    const BlockInput mlp_input = normed_input(weights.mlp_input);
     if (!weights.sparse()) {
-      const BlockInput mlp_input =
-          weights.mlp_input.fp8 ? fp8_input(weights.mlp_input, config.hidden) : BlockInput{.x = normed};
       VIVACE_TRY(norm(l, weights.post_attention_norm, mlp_input));
       const Tensor both = buffers.gate_up.rows(0, tokens);
       const Tensor gate = internal::columns(both, 0, config.intermediate);
@@ -298,11 +299,7 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
                                     .y_scaling = down_input.scaling}));
       VIVACE_TRY(project(l, down_input, {internal::part({dense.down, dense.down_scale}, delta)}));
     } else {
-      // The router takes it as it is.
-      const BlockInput mlp_input =
-          weights.mlp_input.fp8 ? fp8_input(weights.mlp_input, config.hidden) : BlockInput{.x = normed};
-      VIVACE_TRY(
-          norm(l, weights.post_attention_norm, {.x = normed}, weights.mlp_input.fp8 ? &mlp_input : nullptr));
+      VIVACE_TRY(norm(l, weights.post_attention_norm, mlp_input, normed));  // which the router takes
       const Tensor scores = buffers.scores.rows(0, tokens);
       const Tensor ids =
           internal::reshaped(buffers.expert_ids.rows(sparse_layers++, 1), tokens, config.top_k);

@@ -89,7 +89,7 @@ void on_streams(Body&& body) {
 /// The status of a call, once its stream is done with it.
 inline Status done(Status status, const Stream& stream) {
   VIVACE_TRY(std::move(status));
-  return stream.device == Device::cuda ? GpuUnderTest::instance().synchronize(stream) : Status();
+  return finish(stream);
 }
 
 /// Copies `count` elements of a row, whatever the type.
