@@ -414,6 +414,35 @@ constexpr FusedMoeCase kThreeWarpGroupsInOrder{"fp8, rows in order, three warp g
                                                false,
                                                0,
                                                DType::fp8_e4m3};
+constexpr FusedMoeCase kPairs{
+    "fp8, pairs of CTAs", 2000, 1040, 520, 8, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
+    DType::fp8_e4m3};
+constexpr FusedMoeCase kBlocksByPairs{"fp8 blocks, pairs of CTAs",
+                                      2000,
+                                      1040,
+                                      520,
+                                      8,
+                                      2,
+                                      DType::fp8_e4m3,
+                                      MoeRouting::any,
+                                      0,
+                                      false,
+                                      0,
+                                      DType::fp8_e4m3,
+                                      true};
+constexpr FusedMoeCase kBlocksByPairsOfThree{"fp8 blocks, pairs of CTAs, three warp groups",
+                                             560,
+                                             1040,
+                                             520,
+                                             8,
+                                             2,
+                                             DType::fp8_e4m3,
+                                             MoeRouting::any,
+                                             0,
+                                             false,
+                                             0,
+                                             DType::fp8_e4m3,
+                                             true};
 constexpr FusedMoeCase of_bf16(FusedMoeCase c) {
   c.name = "bf16, three warp groups";
   c.hidden /= 2;
@@ -421,6 +450,7 @@ constexpr FusedMoeCase of_bf16(FusedMoeCase c) {
   return c;
 }
 
+constexpr float kOne = 1;
 /// The tile that a case's gate and up have on a GPU of 132 SMs.
 gemm::WidePlan wide_plan_of(const FusedMoeCase& c) {
   return gemm::wide_plan({.type = c.x,
@@ -429,11 +459,17 @@ gemm::WidePlan wide_plan_of(const FusedMoeCase& c) {
                           .rows = c.tokens * c.top_k,
                           .n = c.intermediate,
                           .k = c.hidden,
-                          .groups = c.experts},
+                          .groups = c.experts,
+                          .n_offset = c.block_offset,
+                          .y_type = c.x,
+                          .y_scale = c.blocks ? nullptr : &kOne},
                          132);
 }
 TEST(FusedMoe, CasesReachEveryTileOfHopper) {
   using Plan = gemm::WidePlan;
+  EXPECT_EQ(wide_plan_of(kPairs), (Plan{2, 256, true}));
+  EXPECT_EQ(wide_plan_of(kBlocksByPairs), (Plan{2, 256, true}));
+  EXPECT_EQ(wide_plan_of(kBlocksByPairsOfThree), (Plan{3, 192, true}));
   for (const FusedMoeCase& c : {kThreeWarpGroups, kThreeWarpGroupsInOrder}) {
     EXPECT_EQ(wide_plan_of(c), (Plan{3, 192})) << c.name;
     EXPECT_EQ(wide_plan_of(of_bf16(c)), (Plan{3, 192})) << c.name;
@@ -450,6 +486,7 @@ TEST(FusedMoe, CasesReachEveryTileOfHopper) {
       EXPECT_GT(count(x, blocks, {2, 64}), 0);
       EXPECT_GT(count(x, blocks, {3, 64}), 0) << name_of(x) << blocks;
       EXPECT_GT(count(x, blocks, blocks ? Plan{2, 192} : Plan{2, 256}), 0);
+      if (x == DType::fp8_e4m3) EXPECT_GT(count(x, blocks, {2, 256, true}), 0) << blocks;
     }
   }
 }
@@ -466,8 +503,8 @@ TEST(FusedMoe, EveryRowGivesATokenTheSameBitsInAnyCompany) {
                      0, DType::fp8_e4m3, true, 64},
         FusedMoeCase{"fp8 blocks", 300, 272, 192, 3, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 0,
                      DType::fp8_e4m3, true, 64},
-        kThreeWarpGroups, kThreeWarpGroupsInOrder, of_bf16(kThreeWarpGroups),
-        of_bf16(kThreeWarpGroupsInOrder)}) {
+        kPairs, kBlocksByPairs, kBlocksByPairsOfThree, kThreeWarpGroups, kThreeWarpGroupsInOrder,
+        of_bf16(kThreeWarpGroups), of_bf16(kThreeWarpGroupsInOrder)}) {
     SCOPED_TRACE(c.name);
     const FusedMoeProblem shapes(c, 8);
     for (const Stream& stream : test_streams()) {

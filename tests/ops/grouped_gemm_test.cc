@@ -103,7 +103,8 @@ TEST(GroupedGemm, LongProductsOfManyRowsHaveThreeWarpGroups) {
     EXPECT_EQ(gemm::wide_plan(long_k, 132), (gemm::WidePlan{3, 192}));
     gemm::Problem short_k = long_k;
     short_k.k = 256;
-    EXPECT_EQ(gemm::wide_plan(short_k, 132), (gemm::WidePlan{2, 256}));
+    EXPECT_EQ(gemm::wide_plan(short_k, 132),
+              x == DType::bf16 ? (gemm::WidePlan{2, 256}) : (gemm::WidePlan{3, 192, true}));
     gemm::Problem mostly_elsewhere = long_k;  // places for rows that no group here takes
     mostly_elsewhere.rows_of_group = 20;
     EXPECT_EQ(gemm::wide_plan(mostly_elsewhere, 132).rows, 64);
@@ -118,6 +119,8 @@ TEST(GroupedGemm, ARowDoesNotDependOnTheOtherRows) {
         GroupedGemmCase{"bf16", {900, 500}, 1160, 264},
         GroupedGemmCase{"fp8", {200, 90}, 72, 272, fp8, fp8, f32},
         GroupedGemmCase{"fp8 blocks", {900, 500}, 1160, 272, fp8, fp8, f32, true},
+        GroupedGemmCase{"fp8, pairs of CTAs", {900, 500}, 5128, 2064, fp8, fp8, bf16},
+        GroupedGemmCase{"fp8 blocks, pairs of CTAs", {900, 500}, 5128, 2064, fp8, fp8, bf16, true},
         GroupedGemmCase{"fp8, three warp groups", kManyRows, 2056, 1040, fp8, fp8, f32},
         GroupedGemmCase{"bf16, three warp groups", kManyRows, 2056, 520}}) {
     SCOPED_TRACE(c.name);

@@ -115,6 +115,13 @@ inline constexpr FusedMoeCase kFusedMoeTestCases[] = {
      DType::fp8_e4m3, true, 64, DType::bf16},
     {"bf16 activations, low tiles of three warp groups", 100, 72, 368, 24, 2, DType::bf16, MoeRouting::any, 0, false, 0,
      DType::bf16},
+    // Hundreds of rows an expert, by pairs of CTAs. Blocks of scales are made between the products, or by a launch of its own.
+    {"fp8, pairs of CTAs", 400, 144, 392, 4, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 160, DType::fp8_e4m3, false, 0,
+     DType::bf16},
+    {"fp8 blocks, pairs of CTAs, gpt-oss's gate", 400, 272, 392, 4, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 288,
+     DType::fp8_e4m3, true, 0, DType::bf16, MoeIds::here, {1.702, 1, 1}},
+    {"fp8 blocks, down by pairs of CTAs, slice from 64", 200, 784, 272, 4, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
+     DType::fp8_e4m3, true, 64, DType::bf16},
     {"a slice of the experts", 9, 64, 40, 6, 3, DType::f32, MoeRouting::any, 16, false, 0, DType::f32, false, 0,
      DType::none, MoeIds::slice},
     {"a map of the experts", 9, 64, 40, 6, 3, DType::bf16, MoeRouting::any, 0, true, 0, DType::f32, false, 0, DType::none,

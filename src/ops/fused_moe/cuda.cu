@@ -258,11 +258,7 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
     up.y_scale = m.act_scale;
     up.y_scale_group_stride = m.act_scale_step;
   }
-  if (blocks) {
-    up.n_offset = args.block_offset;
-    up.y = part.wide;
-    up.y_type = DType::f32;
-  }
+  if (blocks) up.n_offset = args.block_offset;
   // Products of many rows that meet many columns are faster where rows lie one after another; `out` is free until the down
   // product.
   constexpr int64_t kManyRows = 64, kManyColumns = 512;
@@ -286,6 +282,14 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
     up.a_scale_index = up.a_index;
     up.a_index = nullptr;
   }
+  const bool makes_scales = product == gemm::run_sm90 && gemm::sm90_makes_scales(up, stream);
+  if (makes_scales) {
+    up.y_scales = part.scales;
+    up.y_scales_stride = scale_blocks(intermediate);
+  } else if (blocks) {
+    up.y = part.wide;
+    up.y_type = DType::f32;
+  }
   VIVACE_TRY(product("fused_moe gate and up", up, stream));
 
   gemm::Problem down = groups;
@@ -295,6 +299,7 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
   down.a_stride = part.stride;
   down.a_index = nullptr;
   down.a_scale_index = nullptr;
+  down.groups_known = true;  // gate and up needs them
   down.b = m.down.data;
   down.b_stride = m.down.stride[0];
   down.b_group_stride = m.down_step;
@@ -314,7 +319,8 @@ Status run_experts(Product product, const FusedMoeArgs& args, const Tensor& x, c
     const LastRow last = groups.group_start == nullptr ? LastRow{}
                                                        : LastRow{groups.group_start + groups.groups - 1,
                                                                  groups.group_rows + groups.groups - 1};
-    VIVACE_TRY(requantise(part, groups.rows, intermediate, args.block_offset, last, stream));
+    if (!makes_scales)
+      VIVACE_TRY(requantise(part, groups.rows, intermediate, args.block_offset, last, stream));
     down.a_scale = part.scales;
     down.a_scale_stride = scale_blocks(args.block_offset + intermediate);
     down.a_scale_group_stride = 0;

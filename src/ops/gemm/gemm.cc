@@ -4,6 +4,7 @@
 
 #include "src/device/runtime.h"
 #include "src/ops/gemm/sm90_wide.h"
+#include "src/ops/gemm/sm90_wide_plan.h"
 
 namespace vivace::gemm {
 
@@ -36,11 +37,18 @@ bool sm90_can(const Problem& p) {
          p.rows * p.a_stride * size < kMostBytes && (p.rows / 64 + p.groups) * (p.n / 64 + 1) < kMostRows;
 }
 
+bool sm90_makes_scales(const Problem& problem, const Stream& stream) {
+  const Result<const device::DeviceInfo*> device = device::device_info(stream.ordinal);
+  return device.ok() && problem.gated && problem.block_scales && problem.rows > 0 && problem.n > 0 &&
+         problem.groups > 0 && sm90_can(problem) && wide_plan(problem, (*device)->sms).tall;
+}
+
 Status run_sm90(std::string_view name, const Problem& problem, const Stream& stream) {
   if (problem.rows <= 0 || problem.n <= 0 || problem.groups <= 0) return {};
   if (!sm90_can(problem)) return run(name, problem, stream);
   VIVACE_TRY_ASSIGN(const device::DeviceInfo* device, device::device_info(stream.ordinal));
   if (problem.type == DType::bf16) return run_sm90_bf16(name, problem, stream, device->sms);
+  if (wide_plan(problem, device->sms).tall) return run_sm90_tall(name, problem, stream, device->sms);
   return problem.block_scales ? run_sm90_fp8_block(name, problem, stream, device->sms)
                               : run_sm90_fp8(name, problem, stream, device->sms);
 }

@@ -36,6 +36,8 @@ struct Problem {
   const int32_t* group_start = nullptr;  ///< null: one group of all rows
   const int32_t* group_rows = nullptr;
   int64_t groups = 1;
+  bool groups_known =
+      false;  ///< where sm90_can(): the kernel in front of this one waited for them, and for b
   int64_t rows_of_group =
       0;  ///< to expect, where `rows` has places that no group takes; 0: alike in all groups
 
@@ -55,6 +57,9 @@ struct Problem {
   int64_t y_stride = 0;
   const float* y_scale = nullptr;
   int64_t y_scale_group_stride = 0;
+  float* y_scales =
+      nullptr;  ///< where sm90_makes_scales(): y is fp8_e4m3 in blocks of 128 of n, whose scales go here
+  int64_t y_scales_stride = 0;
   const void* bias = nullptr;  ///< [n]; not with `gated`
   DType bias_type = DType::none;
 };

@@ -19,21 +19,14 @@
 #include <algorithm>
 #include <utility>
 
-#include "src/device/launch.h"
-#include "src/device/mma.h"
-#include "src/device/row.h"
-#include "src/device/tensor_map.h"
-#include "src/device/wgmma.h"
-#include "src/ops/gemm/sm90_wide.h"
-#include "src/ops/gemm/sm90_wide_plan.h"
-#include "src/ops/gemm/tile.h"
+#include "src/ops/gemm/sm90_tiles.cuh"
 
 namespace vivace::gemm {
 
 /// kGather_: rows of A lie anywhere, else one after another. kGroups_: warp groups that multiply.
-template <class E, bool kBlockScales, bool kGated, bool kGather_, int kGroups_, int kRows_>
+template <class E, bool kBlockScales, bool kGated_, bool kGather_, int kGroups_, int kRows_>
 struct WideTile {
-  static constexpr bool kGather = kGather_;
+  static constexpr bool kGated = kGated_, kGather = kGather_;
   static constexpr int kRows = kRows_;  // of A, at most
   static constexpr int kGroups = kGroups_;
   static constexpr int kBRows = 64 * kGroups;                    // of B, of gate and up together if gated
@@ -48,6 +41,8 @@ struct WideTile {
   static constexpr int kOutRows = std::min(kRows, (kGroups == 2 ? 8 : 4) * 1024 / kOutWidth);
   static constexpr int kOutBytes = kGroups * kOutRows * kOutWidth;
   // Where tiles would be fewer than CTAs they have a half, a quarter .. of the rows.
+  static constexpr int kShareRows = 1;
+  static constexpr bool kRowsFirst = true;
   static constexpr int kHalvings = kRows == 64 ? 1 : kRows == 192 ? 2 : 3;
   static constexpr int kListBytes =
       (3 * kMostGroups + 1 + (kHalvings + 1) * kThreads / 32) * static_cast<int>(sizeof(int32_t));
@@ -65,114 +60,11 @@ struct WideTile {
   static constexpr int kRegisters = kGroups == 2 ? 232 : 152;  // of a thread that multiplies
 };
 
-/// The groups with their rows clipped to those there are, and how many tiles come before each.
-struct GroupList {
-  int32_t *tiles, *start, *rows;  ///< [groups + 1], [groups], [groups] in shared memory
-  int32_t* of_warp;               ///< [halvings + 1, warps]
-  int most_rows = 0;              ///< of a tile
-
-  __device__ __forceinline__ int blocks_of(int group, int of_rows) const {
-    return static_cast<int>((static_cast<unsigned>(rows[group]) + of_rows - 1) / of_rows);
-  }
-
-  /// By all threads of the CTA.
-  template <class T>
-  __device__ __forceinline__ void build(const Problem& p, int column_tiles) {
-    constexpr int kWarps = T::kThreads / 32;
-    const int groups = static_cast<int>(p.groups), each = (groups + T::kThreads - 1) / T::kThreads;
-    const int first = static_cast<int>(threadIdx.x) * each, last = min(first + each, groups);
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    int mine[T::kHalvings + 1] = {};
-    for (int g = first; g < last; ++g) {
-      int64_t begin = 0, end = p.rows;
-      if (p.group_start != nullptr) {
-        begin = max(p.group_start[g], 0);
-        end = min(int64_t{p.group_start[g]} + p.group_rows[g], p.rows);
-      }
-      start[g] = static_cast<int32_t>(begin);
-      rows[g] = static_cast<int32_t>(max(end - begin, int64_t{0}));
-#pragma unroll
-      for (int h = 0; h <= T::kHalvings; ++h) mine[h] += blocks_of(g, T::kRows >> h) * column_tiles;
-    }
-#pragma unroll
-    for (int h = 0; h <= T::kHalvings; ++h) {
-      const int sum = __reduce_add_sync(device::kAllLanes, mine[h]);
-      if (lane == 0) of_warp[h * kWarps + warp] = sum;
-    }
-    __syncthreads();
-    most_rows = T::kRows;
-    int inclusive = mine[0], before = 0, all = 0;
-#pragma unroll
-    for (int h = 0; h <= T::kHalvings; ++h) {
-      int all_of_h = 0, before_of_h = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        if (w < warp) before_of_h += of_warp[h * kWarps + w];
-        all_of_h += of_warp[h * kWarps + w];
-      }
-      if (h == 0 || all_of_h <= static_cast<int>(gridDim.x)) {
-        most_rows = T::kRows >> h;
-        inclusive = mine[h], before = before_of_h, all = all_of_h;
-      }
-    }
-    const int own = inclusive;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(device::kAllLanes, inclusive, step);
-      if (lane >= step) inclusive += below;
-    }
-    before += inclusive - own;
-    for (int g = first; g < last; ++g) {
-      tiles[g] = before;
-      before += blocks_of(g, most_rows) * column_tiles;
-    }
-    if (threadIdx.x == 0) tiles[groups] = all;
-    __syncthreads();
-  }
-};
-
-/// What a tile is of: columns of one group, and an even share of its rows.
-struct WideTileAt {
-  int32_t group, row, rows, column;
-};
-
-/// A warp's walk over the tiles of its CTA, in the order of groups; rows of a group that meet the same weights lie together.
-struct TileWalk {
-  const GroupList& list;
-  int groups, tile, group = 0;
-
-  template <class T>
-  __device__ __forceinline__ bool next(WideTileAt& at) {
-    if (tile >= list.tiles[groups]) return false;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    for (;;) {
-      const int ahead = min(group + 1 + lane, groups);
-      const int passed = __popc(__ballot_sync(device::kAllLanes, list.tiles[ahead] <= tile));
-      group += passed;
-      if (passed < 32) break;
-    }
-    const auto place = static_cast<unsigned>(tile - list.tiles[group]);
-    const auto rows = static_cast<unsigned>(list.rows[group]);
-    unsigned column = place, begin = 0, count = rows;
-    if (rows > static_cast<unsigned>(list.most_rows)) {
-      const unsigned blocks = list.blocks_of(group, list.most_rows), block = place % blocks;
-      const unsigned each = rows / blocks, more = rows % blocks;  // the first `more` have one more
-      column = place / blocks;
-      begin = block * each + min(block, more);
-      count = each + (block < more);
-    }
-    at.group = group;
-    at.row = list.start[group] + static_cast<int>(begin);
-    at.rows = static_cast<int>(count);
-    at.column = static_cast<int>(column) * T::kColumns;
-    tile += static_cast<int>(gridDim.x);
-    return true;
-  }
-};
-
-struct WideMaps {
-  CUtensorMap a, b;  ///< a: where rows lie one after another
-};
+/// The next kernel starts behind the wait of all CTAs, so it may use from its beginning what this one does.
+__device__ __forceinline__ void take_turn() {
+  device::wait_for_previous_kernel();
+  device::let_next_kernel_start();
+}
 
 /// Fills the ring. By a warp group.
 template <class T, class E>
@@ -202,33 +94,59 @@ struct Feed {
     const int k = step * kRowBytes - static_cast<int>(p.k_offset);
     uint8_t* const to = smem + stage * T::kStageBytes;
     device::arrive_and_expect(full + stage, T::kBBytes + more_bytes);
-    if constexpr (T::kColumns < T::kBRows) {
-      device::tensor_load(to, &maps.b, full + stage, k, 0, 0, tile.column / 8, tile.group);
-    } else {
-      device::tensor_load(to, &maps.b, full + stage, k, tile.column, tile.group, 0, 0);
-    }
+    gemm::copy_b<T>(maps, to, full + stage, k, tile.column, tile.group);
   }
 
-  /// Of rows one after another all comes in boxes, a lane each. Rows behind the last are of the next group, or zeros.
-  __device__ __forceinline__ void copy_boxes(TileWalk walk) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    device::RingPosition<T::kStages> at;
-    at.parity = 1;
+  /// The stages of a walk, one after the other.
+  struct StageWalk {
+    TileWalk tiles;
+    int steps, step;  ///< of k
     WideTileAt tile;
-    while (walk.next<T>(tile)) {
-      const int boxes = (tile.rows + T::kBoxRows - 1) / T::kBoxRows;
-      for (int step = 0; step < steps; ++step, at.next()) {
-        if (lane == 0) {
-          device::wait_for(empty + at.stage, at.parity);
-          copy_b(tile, step, at.stage, boxes * T::kBoxRows * kRowBytes);
-        }
-        __syncwarp();
-        if (lane < boxes) {
-          uint8_t* const to = smem + at.stage * T::kStageBytes + T::kBBytes;
-          device::tensor_load(to + lane * T::kBoxRows * kRowBytes, &maps.a, full + at.stage,
-                              step * kRowBytes - static_cast<int>(p.k_offset), tile.row + lane * T::kBoxRows,
-                              0, 0, 0);
-        }
+    device::RingPosition<T::kStages> at;
+
+    __device__ __forceinline__ StageWalk(const TileWalk& walk, int steps)
+        : tiles(walk), steps(steps), step(steps) {
+      at.parity = 1;
+    }
+    /// Whether there is one more, which `tile`, `step` and the place before next_place() then say.
+    __device__ __forceinline__ bool next() {
+      if (step < steps - 1) {
+        ++step;
+        return true;
+      }
+      step = 0;
+      return steps > 0 && tiles.template next<T>(tile);
+    }
+  };
+
+  /// Of rows one after another all comes in boxes, a lane each. Rows behind the last are of the next group, or zeros. What is known
+  /// before the kernel in front of this one ends is asked for first.
+  __device__ __forceinline__ void copy_boxes(const TileWalk& walk) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const auto boxes_of = [](const WideTileAt& tile) { return (tile.rows + T::kBoxRows - 1) / T::kBoxRows; };
+    const auto begin = [&](const StageWalk& s) {
+      if (lane == 0) copy_b(s.tile, s.step, s.at.stage, boxes_of(s.tile) * T::kBoxRows * kRowBytes);
+    };
+    int begun = 0;
+    if (p.groups_known) {
+      StageWalk ahead(walk, steps);
+      for (; begun < T::kStages && ahead.next(); ++begun, ahead.at.next()) begin(ahead);
+      take_turn();
+    }
+    StageWalk now(walk, steps);
+    for (; now.next(); now.at.next()) {
+      if (begun > 0) {
+        --begun;
+      } else {
+        if (lane == 0) device::wait_for(empty + now.at.stage, now.at.parity);
+        begin(now);
+      }
+      __syncwarp();
+      if (lane < boxes_of(now.tile)) {
+        uint8_t* const to = smem + now.at.stage * T::kStageBytes + T::kBBytes;
+        device::tensor_load(to + lane * T::kBoxRows * kRowBytes, &maps.a, full + now.at.stage,
+                            now.step * kRowBytes - static_cast<int>(p.k_offset),
+                            now.tile.row + lane * T::kBoxRows, 0, 0, 0);
       }
     }
   }
@@ -240,6 +158,7 @@ struct Feed {
     device::RingPosition<T::kStages> at;
     at.parity = 1;
     WideTileAt tile;
+    if (p.groups_known) take_turn();
     while (walk.next<T>(tile)) {
       int32_t rows[kCopies];
 #pragma unroll
@@ -333,13 +252,6 @@ struct Feed {
   }
 };
 
-/// 1 / x to an ulp; of subnormal numbers and to them, 0 and infinity.
-__device__ __forceinline__ float reciprocal_of(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// A warp's share of y: the 16 rows of B that it multiplied, by up to kN rows of A.
 template <class T, class E, int kN>
 struct WideSums {
@@ -349,40 +261,20 @@ struct WideSums {
   int group, warp, lane;  ///< of consumers, of the group, of the warp
   bool up_first;          ///< of rows of gate and up
 
-  static constexpr bool kGated = T::kColumns < T::kBRows;
+  static constexpr bool kGated = T::kGated;
   static constexpr int kBlocks = kN / 8;  // of 8 rows of A
 
   __device__ __forceinline__ int first_column() const {  // of the warp
     return tile.column + (group * 4 + warp) * (kGated ? 8 : 16);
   }
 
-  /// Scales of one per group, asked for before the products.
-  struct Scales {
-    float first = 1.f, second = 1.f, y = 1.f;
-  };
-  __device__ __forceinline__ Scales scales() const {
-    Scales s;
-    if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
-      const float a = p.a_scale[tile.group * p.a_scale_group_stride];
-      s.first = a * p.b_scale[tile.group * p.b_scale_group_stride];
-      s.second = kGated ? a * p.b_up_scale[tile.group * p.b_scale_group_stride] : s.first;
-    }
-    if (kGated && p.y_scale != nullptr) s.y = p.y_scale[tile.group * p.y_scale_group_stride];
-    return s;
-  }
-
-  /// Gate without branches, to a few ulp: the values of a thread go side by side.
-  __device__ __forceinline__ float join(float gate, float up) const {
-    constexpr float kLog2E = 1.44269504f;
-    const float limit = p.gate.limit;
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up;
-    up = up < -limit ? -limit : up;
-    return gate * reciprocal_of(1.f + device::exp2_of(-p.gate.alpha * kLog2E * gate)) * (up + p.gate.beta);
+  /// Asked for before the products.
+  __device__ __forceinline__ TileScales scales() const {
+    return tile_scales < sizeof(E) == 1 && T::kScaleBytes == 0, kGated > (p, tile.group);
   }
 
   /// Scales, SiLU.
-  __device__ __forceinline__ void finish(float (&sums)[kN / 2], const Scales& scales) const {
+  __device__ __forceinline__ void finish(float (&sums)[kN / 2], const TileScales& scales) const {
     if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) sums[i] *= i % 4 < 2 ? scales.first : scales.second;
@@ -393,7 +285,7 @@ struct WideSums {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float first = sums[4 * i + e], second = sums[4 * i + 2 + e];
-          sums[2 * i + e] = join(up_first ? second : first, up_first ? first : second);
+          sums[2 * i + e] = join(p.gate, up_first ? second : first, up_first ? first : second);
         }
       }
       if (p.y_scale != nullptr) device::divide(reinterpret_cast<float(&)[kN / 4]>(sums), scales.y);
@@ -528,7 +420,7 @@ template <class T, class E, int kN>
 __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt& tile, int steps,
                                               bool up_first, uint8_t* smem, device::Barrier* full,
                                               device::Barrier* empty, device::RingPosition<T::kStages>& at) {
-  constexpr bool kGated = T::kColumns < T::kBRows;
+  constexpr bool kGated = T::kGated;
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const WideSums<T, E, kN> result{
@@ -654,10 +546,10 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
     device::prefetch_tensor_map(&maps.b);
     if (!T::kGather) device::prefetch_tensor_map(&maps.a);
   }
-  device::let_next_kernel_start();
-  device::wait_for_previous_kernel();
+  const bool early = !T::kGather && p.groups_known;
+  if (!early) take_turn();
   list.template build<T>(p, column_tiles);
-  TileWalk walk{list, static_cast<int>(p.groups), static_cast<int>(blockIdx.x)};
+  TileWalk walk{list, static_cast<int>(p.groups), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x)};
 
   if (threadIdx.x >= T::kConsumers) {
     device::give_up_registers<40>();
@@ -665,6 +557,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
     return;
   }
   device::take_registers<T::kRegisters>();
+  if (early) take_turn();
   device::RingPosition<T::kStages> at;
   WideTileAt tile;
   const auto multiply = [&]<int kN> {
@@ -698,36 +591,6 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
         break;
     }
   }
-}
-
-/// B as boxes of a stage: 128 bytes of k of a tile's rows, if gated of half as many of gate and up each, in turns of 8. A as rows of
-/// 128 bytes.
-template <class T, class E>
-Status make_maps(const Problem& p, WideMaps& maps) {
-  constexpr auto kSize = static_cast<int64_t>(sizeof(E));
-  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
-  const int64_t row = p.b_stride * kSize, group = p.groups > 1 ? p.b_group_stride * kSize : row;
-  if constexpr (T::kColumns == T::kBRows) {
-    VIVACE_TRY(device::make_tensor_map({.data = p.b,
-                                        .extent = {u(p.k * kSize), u(p.n), u(p.groups), 1, 1},
-                                        .stride = {u(row), u(group), u(group), u(group)},
-                                        .box = {kRowBytes, T::kBRows, 1, 1, 1}},
-                                       maps.b));
-  } else {
-    const int64_t up = static_cast<const uint8_t*>(p.b_up) - static_cast<const uint8_t*>(p.b);
-    VIVACE_TRY(device::make_tensor_map({.data = p.b,
-                                        .extent = {u(p.k * kSize), 8, 2, u(p.n / 8), u(p.groups)},
-                                        .stride = {u(row), u(up), u(8 * row), u(group)},
-                                        .box = {kRowBytes, 8, 2, T::kColumns / 8, 1}},
-                                       maps.b));
-  }
-  if (T::kGather) return {};
-  const int64_t a_row = (p.rows > 1 ? p.a_stride : p.k) * kSize;  // a single row's may be anything
-  return device::make_tensor_map({.data = p.a,
-                                  .extent = {u(p.k * kSize), u(p.rows), 1, 1, 1},
-                                  .stride = {u(a_row), u(a_row), u(a_row), u(a_row)},
-                                  .box = {kRowBytes, T::kBoxRows, 1, 1, 1}},
-                                 maps.a);
 }
 
 template <class E, bool kBlockScales, bool kGated, bool kGather, int kGroups, int kRows>

@@ -16,9 +16,13 @@ Status run_sm90(std::string_view name, const Problem& problem, const Stream& str
 /// Whether all counts fit 32 bits, and a tensor copy can step from row to row: run_sm90() hands what it cannot do to run().
 bool sm90_can(const Problem& problem);
 
-/// The three families of kernels, each in a file of its own.
+/// Whether run_sm90() makes blocks of scales of gated values: problem.y_scales may then be set, y being fp8_e4m3.
+bool sm90_makes_scales(const Problem& problem, const Stream& stream);
+
+/// The families of kernels, each in a file of its own.
 Status run_sm90_bf16(std::string_view name, const Problem& problem, const Stream& stream, int sms);
 Status run_sm90_fp8(std::string_view name, const Problem& problem, const Stream& stream, int sms);
 Status run_sm90_fp8_block(std::string_view name, const Problem& problem, const Stream& stream, int sms);
+Status run_sm90_tall(std::string_view name, const Problem& problem, const Stream& stream, int sms);
 
 }  // namespace vivace::gemm

@@ -8,11 +8,19 @@
 
 namespace vivace::gemm {
 
-/// Warp groups that multiply 64 rows of B each (of gate and up together if gated), and rows of A at most.
+/// Warp groups that multiply and rows of A at most. Wide tiles have 64 rows of B (of gate and up together if gated) for each group; of
+/// tall ones a pair of CTAs has 256, see sm90_tall.cu.
 struct WidePlan {
   int warp_groups, rows;
+  bool tall = false;
   bool operator==(const WidePlan&) const = default;
 };
+
+/// Whether tall tiles can: fp8 rows one after another, and blocks of scales that begin with a tile.
+constexpr bool tall_can(const Problem& p) {
+  return p.type == DType::fp8_e4m3 && !(p.gated && p.a_index != nullptr) && p.n_offset == 0 && p.n % 8 == 0 &&
+         (p.gated ? p.block_scales || p.y_scale != nullptr : p.y_type == DType::bf16);
+}
 
 /// What all rounds of tiles bring to an SM, in rows of B and of A, if groups are alike. Products have 32 rows of A or more of them.
 constexpr int64_t rows_of_rounds(const Problem& p, const WidePlan& tile, int sms) {
@@ -22,8 +30,17 @@ constexpr int64_t rows_of_rounds(const Problem& p, const WidePlan& tile, int sms
   return parts(tiles, sms) * (b_rows + 32 * parts(rows, 32 * blocks));
 }
 
+/// Whether tall tiles are the better ones, as measured. Some of the pairs of CTAs have to have one.
+constexpr bool tall_suits(const Problem& p, int sms) {
+  constexpr int64_t kShort = 1024, kLeastOfBlocks = 256;
+  const int64_t rows = alike_rows(p), columns = ((p.gated ? 2 : 1) * p.n + 255) / 256;
+  if (!tall_can(p) || p.groups * ((rows + 255) / 256) * columns < sms / 8) return false;
+  return p.block_scales ? p.k >= kLeastOfBlocks && rows > 96 : rows > (p.k < kShort ? 64 : 192);
+}
+
 /// Bits are the same for all. Groups have rows.
 constexpr WidePlan wide_plan(const Problem& p, int sms) {
+  if (tall_suits(p, sms)) return alike_rows(p) <= 192 ? WidePlan{3, 192, true} : WidePlan{2, 256, true};
   // Three warp groups have fewer registers each, which has to pay.
   const auto better = [&](const WidePlan& of_three, const WidePlan& of_two) {
     return 10 * rows_of_rounds(p, of_three, sms) < 9 * rows_of_rounds(p, of_two, sms) ? of_three : of_two;

@@ -28,6 +28,7 @@ inline std::span<const GroupedGemmCase> grouped_gemm_cases(CaseSize size) {
   one[13] = 300;
   // More tiles than an H200 has SMs, or they would be halved.
   const std::vector<int32_t> wide = {100, 33, 0, 190, 220, 256, 1, 130};
+  const std::vector<int32_t> pairs = {300, 1, 513, 260, 64, 0, 200, 260};
   static const std::vector<GroupedGemmCase> test = {
       {"no groups", {}, 8, 16},
       {"no rows", {0, 0}, 8, 16},
@@ -62,6 +63,9 @@ inline std::span<const GroupedGemmCase> grouped_gemm_cases(CaseSize size) {
       {"fp8, tiles of up to 256 rows", wide, 1544, 144, fp8, fp8, bf16},
       {"fp8 blocks, tiles of up to 256 rows", wide, 1544, 144, fp8, fp8, f32, true},
       {"bf16, tiles of up to 256 rows", wide, 1544, 72},
+      {"fp8, pairs of CTAs", pairs, 264, 144, fp8, fp8, bf16, false, 3},
+      {"fp8 blocks, pairs of CTAs", pairs, 264, 272, fp8, fp8, bf16, true, 3, 288},
+      {"fp8 blocks, pairs of CTAs, three warp groups", {100, 33, 0, 190, 220, 256, 1, 60}, 264, 272, fp8, fp8, bf16, true},
       {"fp8, Zipf", zipf, 136, 272, fp8, fp8, bf16},
       {"fp8, half of the groups", half, 136, 272, fp8, fp8, f32},
       {"fp8, one of many groups", one, 136, 272, fp8, fp8, bf16},
