@@ -29,14 +29,6 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // ---- index
 
-struct IndexParams {
-  const int32_t* ids;
-  LocalExperts local;
-  int64_t ids_stride;
-  int32_t slots, top_k;
-  int32_t *start, *rows, *token_of_row, *row_of_slot;
-};
-
 /// The sum of `v` over the block, and of the threads before this one in `before`. Two barriers.
 template <int kIndexThreads>
 __device__ __forceinline__ int block_sum(int v, int& before) {
@@ -62,31 +54,50 @@ __device__ __forceinline__ int block_sum(int v, int& before) {
   return all;
 }
 
-constexpr int kSlotsOfThread = 16;  // looked at together, so that their loads are under way together
-
-/// A block per expert: its first row is the number of pairs with a smaller expert, its rows follow the slots' order.
-/// kDense: ids without gaps between tokens, found without a division.
-template <bool kDense, int kIndexThreads>
+/// A block per expert: its first row is the number of pairs with a smaller expert, its rows follow the slots' order. A thread looks at
+/// kRuns runs of four neighbouring slots together, and remembers which were the expert's.
+/// kDense: ids without gaps between tokens, four of which are loaded at once.
+template <bool kDense, int kIndexThreads, int kRuns>
 __global__ __launch_bounds__(kIndexThreads) void index_kernel(const __grid_constant__ IndexParams p) {
+  constexpr int kSlotsOfThread = 4 * kRuns, kSlotsOfWarp = 32 * kSlotsOfThread;
+  constexpr int kRound = kIndexThreads * kSlotsOfThread;
   wait_for_previous_kernel();
   const int expert = static_cast<int>(blockIdx.x);
-  const auto id_of = [&](int slot) {
-    if (slot >= p.slots) return -1;
-    return p.local.of(
-        p.ids[kDense ? int64_t{slot} : int64_t{slot / p.top_k} * p.ids_stride + slot % p.top_k]);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const auto slot_of = [&](int first, int run) {
+    return first + warp * kSlotsOfWarp + (run * 32 + lane) * 4;
   };
-  int smaller = 0, equal = 0;
-  for (int first = threadIdx.x; first < p.slots; first += kIndexThreads * kSlotsOfThread) {
+  // Which of a thread's slots of a round are the expert's, as bits; and how many are of a smaller one.
+  const auto look = [&](int first, int& smaller) {
     int ids[kSlotsOfThread];
 #pragma unroll
-    for (int i = 0; i < kSlotsOfThread; ++i) ids[i] = id_of(first + i * kIndexThreads);
+    for (int run = 0; run < kRuns; ++run) {
+      const int slot = slot_of(first, run);
+      if (kDense && slot + 4 <= p.slots) {
+        const int4 four = *reinterpret_cast<const int4*>(p.ids + slot);
+        ids[4 * run] = four.x, ids[4 * run + 1] = four.y;
+        ids[4 * run + 2] = four.z, ids[4 * run + 3] = four.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = slot + i;
+          ids[4 * run + i] = at < p.slots ? p.ids[int64_t{at / p.top_k} * p.ids_stride + at % p.top_k] : -1;
+        }
+      }
+    }
+    uint32_t matches = 0;
 #pragma unroll
     for (int i = 0; i < kSlotsOfThread; ++i) {
-      smaller += static_cast<uint32_t>(ids[i]) < static_cast<uint32_t>(expert);
-      equal += ids[i] == expert;
+      const int id = p.local.of(ids[i]);
+      smaller += static_cast<uint32_t>(id) < static_cast<uint32_t>(expert);
+      matches |= uint32_t{id == expert} << i;
     }
-  }
-  int unused;
+    return matches;
+  };
+  int smaller = 0, unused = 0;
+  const uint32_t of_first_round = look(0, smaller);
+  int equal = __popc(of_first_round);
+  for (int first = kRound; first < p.slots; first += kRound) equal += __popc(look(first, smaller));
   const int start = block_sum<kIndexThreads>(smaller, unused), rows = block_sum<kIndexThreads>(equal, unused);
   let_next_kernel_start();
   if (threadIdx.x == 0) {
@@ -94,31 +105,29 @@ __global__ __launch_bounds__(kIndexThreads) void index_kernel(const __grid_const
     p.rows[expert] = rows;
   }
   if (rows == 0) return;
-  // Now a warp has neighbouring slots, so that rows follow their order.
-  constexpr int kSlotsOfWarp = 32 * kSlotsOfThread;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int row = start;
-  for (int first = 0; first < p.slots; first += kIndexThreads * kSlotsOfThread) {
-    const int slot = first + warp * kSlotsOfWarp + lane;
-    int ids[kSlotsOfThread];
-#pragma unroll
-    for (int i = 0; i < kSlotsOfThread; ++i) ids[i] = id_of(slot + 32 * i);
-    uint32_t matches = 0;  // lane i: which of the 32 slots from 32 i on
-#pragma unroll
-    for (int i = 0; i < kSlotsOfThread; ++i) {
-      const uint32_t found = __ballot_sync(0xffffffffu, ids[i] == expert);
-      if (lane == i) matches = found;
-    }
+  for (int first = 0; first < p.slots; first += kRound) {
+    const uint32_t matches = first == 0 ? of_first_round : look(first, unused);
     int before;
     const int found = block_sum<kIndexThreads>(__popc(matches), before);
-    const int at = row + before;  // of a lane's own 32 slots
-    for (uint32_t some = __ballot_sync(0xffffffffu, matches != 0); some != 0; some &= some - 1) {
-      const int i = __ffs(static_cast<int>(some)) - 1;
-      const uint32_t these = __shfl_sync(0xffffffffu, matches, i);
-      const int place = __shfl_sync(0xffffffffu, at, i) + __popc(these & ((1u << lane) - 1));
-      if ((these >> lane & 1) == 0) continue;
-      p.token_of_row[place] = (slot + 32 * i) / p.top_k;
-      p.row_of_slot[slot + 32 * i] = place;
+    int place = row + __shfl_sync(0xffffffffu, before, 0);  // of the warp's first
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const uint32_t mine = matches >> (4 * run) & 15;
+      if (__ballot_sync(0xffffffffu, mine != 0) == 0) continue;
+      int all = 0, at = place;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t some = __ballot_sync(0xffffffffu, mine >> i & 1);
+        at += __popc(some & ((1u << lane) - 1));
+        all += __popc(some);
+      }
+      for (uint32_t left = mine; left != 0; left &= left - 1, ++at) {
+        const int slot = slot_of(first, run) + __ffs(static_cast<int>(left)) - 1;
+        p.token_of_row[at] = slot / p.top_k;
+        p.row_of_slot[slot] = at;
+      }
+      place += all;
     }
     row += found;
   }
@@ -161,63 +170,75 @@ struct SumParams {
   const float* weights;
   const bf16 *out, *shared;  // null: no expert, no shared expert
   void* y;
-  int64_t ids_stride, weights_stride, y_stride, hidden;
-  int32_t top_k;
+  int64_t ids_stride, weights_stride, y_stride, hidden, tokens;
+  int32_t top_k, tokens_of_block;
 };
 
 constexpr int kSumColumns = 8;  // of a thread: 16 bytes of bf16
 constexpr int kSumRows = 4;     // asked for together
 
-/// kAligned: y's rows, to 16 bytes.
+/// A block has a few tokens, which look their rows up together. kAligned: y's rows, to 16 bytes.
 template <class Y, bool kAligned>
 __global__ __launch_bounds__(kThreads) void sum_kernel(const __grid_constant__ SumParams p) {
   extern __shared__ uint8_t memory[];
-  int32_t* rows = reinterpret_cast<int32_t*>(memory);  // [top_k] -1: no work
-  float* factors = reinterpret_cast<float*>(memory) + p.top_k;
+  // [tokens_of_block, top_k] Where a row of `out` begins, in chunks of a thread's columns; -1: no work.
+  int32_t* rows = reinterpret_cast<int32_t*>(memory);
+  float* factors = reinterpret_cast<float*>(memory) + p.tokens_of_block * p.top_k;
   wait_for_previous_kernel();
-  const int64_t token = blockIdx.x;
-  for (int j = threadIdx.x; j < p.top_k; j += kThreads) {
+  const int chunks = static_cast<int>(p.hidden / kSumColumns);
+  const int64_t first_token = int64_t{blockIdx.x} * p.tokens_of_block;
+  const int tokens = static_cast<int>(min(p.tokens - first_token, int64_t{p.tokens_of_block}));
+#pragma unroll 1
+  for (int i = threadIdx.x; i < tokens * p.top_k; i += kThreads) {
+    const int64_t token = first_token + i / p.top_k;
+    const int j = i % p.top_k;
     const bool work = p.local.of(p.ids[token * p.ids_stride + j]) >= 0;
-    rows[j] = work ? p.row_of_slot[token * p.top_k + j] : -1;
-    factors[j] = work ? p.weights[token * p.weights_stride + j] : 0.f;
+    rows[i] = work ? p.row_of_slot[token * p.top_k + j] * chunks : -1;
+    factors[i] = work ? p.weights[token * p.weights_stride + j] : 0.f;
   }
   __syncthreads();
   const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kSumColumns;
   if (column >= p.hidden) return;
-  float sum[kSumColumns] = {};
-  for (int first = 0; first < p.top_k; first += kSumRows) {
-    Vec<bf16, kSumColumns> v[kSumRows];
+  using Chunk = Vec<bf16, kSumColumns>;
+  const auto* const out = reinterpret_cast<const Chunk*>(p.out + column);
+  for (int64_t token = first_token; token < first_token + tokens;
+       ++token, rows += p.top_k, factors += p.top_k) {
+    float sum[kSumColumns] = {};
+    for (int first = 0; first < p.top_k; first += kSumRows) {
+      Chunk v[kSumRows];
+      float factor[kSumRows];
 #pragma unroll
-    for (int i = 0; i < kSumRows; ++i) {
-      const int row = first + i < p.top_k ? rows[first + i] : -1;
-      if (row >= 0) v[i] = *reinterpret_cast<const Vec<bf16, kSumColumns>*>(p.out + row * p.hidden + column);
+      for (int i = 0; i < kSumRows; ++i) {
+        // Without work zeros are added, which changes no sum that began with one.
+        const int row = first + i < p.top_k ? rows[first + i] : -1;
+        v[i] = Chunk{};
+        if (row >= 0) v[i] = out[row];
+        factor[i] = row >= 0 ? factors[first + i] : 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < kSumRows; ++i) {
+#pragma unroll
+        for (int c = 0; c < kSumColumns; ++c) sum[c] += factor[i] * to_float(v[i].v[c]);
+      }
     }
+    if (p.shared != nullptr) {
+      float v[kSumColumns];
+      load_floats(p.shared + token * p.hidden + column, v);
 #pragma unroll
-    for (int i = 0; i < kSumRows; ++i) {
-      if (first + i >= p.top_k || rows[first + i] < 0) continue;
-      const float factor = factors[first + i];
-#pragma unroll
-      for (int c = 0; c < kSumColumns; ++c) sum[c] += factor * to_float(v[i].v[c]);
+      for (int c = 0; c < kSumColumns; ++c) sum[c] += v[c];
     }
-  }
-  if (p.shared != nullptr) {
-    float v[kSumColumns];
-    load_floats(p.shared + token * p.hidden + column, v);
+    Y* y = static_cast<Y*>(p.y) + token * p.y_stride + column;
+    if constexpr (!kAligned) {
 #pragma unroll
-    for (int c = 0; c < kSumColumns; ++c) sum[c] += v[c];
-  }
-  let_next_kernel_start();
-  Y* y = static_cast<Y*>(p.y) + token * p.y_stride + column;
-  if constexpr (!kAligned) {
-#pragma unroll
-    for (int c = 0; c < kSumColumns; ++c) y[c] = from_float<Y>(sum[c]);
-  } else if constexpr (sizeof(Y) == 4) {
-    store_floats(reinterpret_cast<const float(&)[4]>(sum[0]), y);
-    store_floats(reinterpret_cast<const float(&)[4]>(sum[4]), y + 4);
-  } else {
-    // Named: the compiler takes a plain store of these apart.
-    __stcg(reinterpret_cast<uint4*>(y), make_uint4(pack<Y>(sum[0], sum[1]), pack<Y>(sum[2], sum[3]),
-                                                   pack<Y>(sum[4], sum[5]), pack<Y>(sum[6], sum[7])));
+      for (int c = 0; c < kSumColumns; ++c) y[c] = from_float<Y>(sum[c]);
+    } else if constexpr (sizeof(Y) == 4) {
+      store_floats(reinterpret_cast<const float(&)[4]>(sum[0]), y);
+      store_floats(reinterpret_cast<const float(&)[4]>(sum[4]), y + 4);
+    } else {
+      // Named: the compiler takes a plain store of these apart.
+      __stcg(reinterpret_cast<uint4*>(y), make_uint4(pack<Y>(sum[0], sum[1]), pack<Y>(sum[2], sum[3]),
+                                                     pack<Y>(sum[4], sum[5]), pack<Y>(sum[6], sum[7])));
+    }
   }
 }
 
@@ -349,15 +370,24 @@ Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t 
     index.rows = s.rows;
     index.token_of_row = s.token_of_row;
     index.row_of_slot = s.row_of_slot;
-    // A round of a block's threads over the ids takes a memory latency.
-    constexpr int kManyThreads = 1024, kManySlots = 2 * kThreads * kSlotsOfThread;
-    const bool many = index.slots >= kManySlots, dense = index.ids_stride == top_k;
-    const LaunchShape shape{.grid = dim3(static_cast<unsigned>(experts)),
-                            .block = dim3(many ? kManyThreads : kThreads),
-                            .overlap_previous = true};
-    const auto kernel = dense ? (many ? index_kernel<true, kManyThreads> : index_kernel<true, kThreads>)
-                              : (many ? index_kernel<false, kManyThreads> : index_kernel<false, kThreads>);
-    VIVACE_TRY(launch("fused_moe index", kernel, shape, stream, index));
+    const auto run_index = [&]<int kIndexThreads, int kRuns>() {
+      const bool dense = index.ids_stride == top_k && reinterpret_cast<uintptr_t>(index.ids) % 16 == 0;
+      const LaunchShape shape{.grid = dim3(static_cast<unsigned>(experts)),
+                              .block = dim3(kIndexThreads),
+                              .overlap_previous = true};
+      return launch(
+          "fused_moe index",
+          dense ? index_kernel<true, kIndexThreads, kRuns> : index_kernel<false, kIndexThreads, kRuns>, shape,
+          stream, index);
+    };
+    constexpr int kFewSlots = 2048;  // all of them in one round of a small block
+    if (index.slots <= kFewSlots) {
+      VIVACE_TRY((run_index.template operator()<256, 2>()));
+    } else if (product == gemm::run_sm90 && index.slots <= kMostSortedSlots) {
+      VIVACE_TRY(sort_sm90(index, stream));
+    } else {
+      VIVACE_TRY((run_index.template operator()<1024, 8>()));
+    }
     gemm::Problem groups;
     groups.a_index = s.token_of_row;
     groups.rows = tokens * top_k;
@@ -387,11 +417,15 @@ Status run_block(Product product, const FusedMoeArgs& args, int64_t t0, int64_t 
   sum.local = local_experts(args);
   sum.top_k = routed ? static_cast<int32_t>(top_k) : 0;
   const bool aligned = alignment_of(y) % 16 == 0;
+  sum.tokens = tokens;
+  constexpr int64_t kManyTokens = 2048, kFewChoices = 64;
+  sum.tokens_of_block = tokens >= kManyTokens && sum.top_k <= kFewChoices ? 4 : 1;
   const int64_t columns = kThreads * kSumColumns;
   const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(tokens), static_cast<unsigned>((hidden + columns - 1) / columns)),
+      .grid = dim3(static_cast<unsigned>((tokens + sum.tokens_of_block - 1) / sum.tokens_of_block),
+                   static_cast<unsigned>((hidden + columns - 1) / columns)),
       .block = dim3(kThreads),
-      .smem_bytes = sum.top_k * 8,
+      .smem_bytes = sum.tokens_of_block * sum.top_k * 8,
       .overlap_previous = true};
   const auto kernel = y.dtype == DType::f32 ? (aligned ? sum_kernel<float, true> : sum_kernel<float, false>)
                                             : (aligned ? sum_kernel<bf16, true> : sum_kernel<bf16, false>);

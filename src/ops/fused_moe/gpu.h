@@ -50,4 +50,16 @@ Status requantise(const Scratch::Part& part, int64_t rows, int64_t intermediate,
                   const LastRow& last, const Stream& stream, bool next_starts_early = true);
 int64_t requantise_ctas(int64_t rows, int64_t blocks);
 
+/// Pairs of token and choice in the order of experts, then of slots.
+struct IndexParams {
+  const int32_t* ids;
+  LocalExperts local;
+  int64_t ids_stride;
+  int32_t slots, top_k;
+  int32_t *start, *rows, *token_of_row, *row_of_slot;
+};
+/// By one cluster of compute capability 9.0, up to kMostSortedSlots and gemm::kMostGroups experts.
+inline constexpr int kMostSortedSlots = 32768;
+Status sort_sm90(const IndexParams& index, const Stream& stream);
+
 }  // namespace vivace
