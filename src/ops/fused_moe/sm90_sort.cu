@@ -55,7 +55,13 @@ __global__ __launch_bounds__(kThreads) void sort_kernel(const __grid_constant__ 
 #pragma unroll
   for (int i = 0; i < kMostRounds; ++i) {
     if (i >= rounds) break;
-    const uint32_t alike = __match_any_sync(0xffffffffu, expert[i]);
+    // Who has the same expert, bit by bit; who has none counts as one more.
+    const int own = expert[i] >= 0 ? expert[i] : experts;
+    uint32_t alike = 0xffffffffu;
+    for (int bit = 1; bit <= experts; bit *= 2) {
+      const uint32_t set = __ballot_sync(0xffffffffu, (own & bit) != 0);
+      alike &= (own & bit) != 0 ? set : ~set;
+    }
     const int lower = __popc(alike & ((1u << lane) - 1));
     const int before = expert[i] >= 0 ? mine[expert[i]] : 0;
     place[i] = before + lower;
@@ -65,12 +71,17 @@ __global__ __launch_bounds__(kThreads) void sort_kernel(const __grid_constant__ 
   }
   __syncthreads();
   if (thread < experts) {
+    constexpr int kAtOnce = 8;
     int sum = 0;
+    for (uint16_t* of = t.of_warp + thread; of < t.of_warp + kWarps * experts; of += kAtOnce * experts) {
+      int count[kAtOnce];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const int count = t.of_warp[w * experts + thread];
-      t.of_warp[w * experts + thread] = static_cast<uint16_t>(sum);
-      sum += count;
+      for (int w = 0; w < kAtOnce; ++w) count[w] = of[w * experts];
+#pragma unroll
+      for (int w = 0; w < kAtOnce; ++w) {
+        of[w * experts] = static_cast<uint16_t>(sum);
+        sum += count[w];
+      }
     }
     t.of_cta[thread] = sum;
   }
@@ -94,8 +105,7 @@ __global__ __launch_bounds__(kThreads) void sort_kernel(const __grid_constant__ 
   }
   if (lane == 31) all_of_warp[warp] = inclusive;
   __syncthreads();
-  int start = inclusive - all;
-  for (int w = 0; w < warp; ++w) start += all_of_warp[w];
+  const int start = inclusive - all + __reduce_add_sync(0xffffffffu, lane < warp ? all_of_warp[lane] : 0);
   if (thread < experts) {
     t.begin[thread] = start + before;
     if (rank == 0) p.start[thread] = start, p.rows[thread] = all;

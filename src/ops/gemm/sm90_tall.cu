@@ -22,6 +22,9 @@ namespace vivace::gemm {
 
 namespace {
 
+/// Steps of k whose scales of A come together: of one step they would be a sector of the L2 per row all the same.
+constexpr int kScaleSteps = 4;
+
 template <bool kBlockScales_, bool kGated_, int kGroups_, int kBlocks_>
 struct TallTile {
   static constexpr bool kBlockScales = kBlockScales_, kGated = kGated_, kGather = false;
@@ -35,21 +38,25 @@ struct TallTile {
   static constexpr bool kRowsFirst = false;
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128, kWarps = kConsumers / 32;
   static constexpr int kBBytes = kBRows * kRowBytes, kABytes = kRows * kRowBytes;
-  static constexpr int kScaleBytes = kBlockScales ? 1024 : 0;
-  static constexpr int kStageBytes = kBBytes + kABytes + kScaleBytes;
+  static constexpr int kStageBytes = kBBytes + kABytes;
+  static constexpr int kScaleBytes = kBlockScales ? kRows * kScaleSteps * 4 : 0;           // twice
   static constexpr int kOutBytes = 2048;                                                   // of a warp
   static constexpr int kLargestBytes = kBlockScales && kGated ? 2 * kBlocks * 16 * 4 : 0;  // of a warp
-  static constexpr int kListBytes = (3 * kMostGroups + 1 + kThreads / 32) * static_cast<int>(sizeof(int32_t));
+  static constexpr int kListBytes =
+      (3 * kMostTallGroups + 1 + kThreads / 32) * static_cast<int>(sizeof(int32_t));
   static constexpr int kMostStages = 8;
-  static constexpr int kBarrierBytes = (2 * kMostStages + kWarps) * static_cast<int>(sizeof(device::Barrier));
-  static constexpr int kRest = kWarps * (kOutBytes + kLargestBytes) + kBarrierBytes + kListBytes;
+  static constexpr int kBarrierBytes =
+      (2 * kMostStages + 4 + kWarps) * static_cast<int>(sizeof(device::Barrier));
+  static constexpr int kRest =
+      2 * kScaleBytes + kWarps * (kOutBytes + kLargestBytes) + kBarrierBytes + kListBytes;
   static constexpr int kStages = std::min((227 * 1024 - kRest) / kStageBytes, kMostStages);
-  static constexpr int kOutAt = kStages * kStageBytes, kLargestAt = kOutAt + kWarps * kOutBytes;
+  static constexpr int kScalesAt = kStages * kStageBytes, kOutAt = kScalesAt + 2 * kScaleBytes;
+  static constexpr int kLargestAt = kOutAt + kWarps * kOutBytes;
   static constexpr int kBarriersAt = kLargestAt + kWarps * kLargestBytes,
                        kListAt = kBarriersAt + kBarrierBytes;
   static constexpr int kSmemBytes = kListAt + kListBytes;
   static constexpr int kRegisters = kGroups == 2 ? 232 : 152;  // of a thread that multiplies
-  static_assert(kStages >= 4 && kRows * 4 <= 1024);
+  static_assert(kStages >= 4);
 };
 
 /// The same box for both CTAs of the pair, at one place in their shared memory, counted by the barrier of each.
@@ -88,9 +95,6 @@ struct PairFeed {
   uint8_t* smem;
   device::Barrier *full, *empty;
 
-  /// Arrivals at a full barrier.
-  static constexpr int kArrivals = 1 + (T::kBlockScales ? 32 : 0);
-
   /// By a warp. A stage is empty once it is in both CTAs.
   __device__ __forceinline__ void copy_boxes(TileWalk walk) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -117,28 +121,40 @@ struct PairFeed {
     }
   }
 
-  /// Scales of rows of A, by another warp: they arrive when they are there.
-  __device__ __forceinline__ void copy_scales(TileWalk walk) const {
+  /// Scales of rows of A, by another warp, in turn to two places. They arrive when they are there.
+  __device__ __forceinline__ void copy_scales(TileWalk walk, device::Barrier* scales_full,
+                                              device::Barrier* scales_empty) const {
     constexpr int kCopies = T::kRows / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    device::RingPosition<T::kStages> at;
+    const bool whole = steps % kScaleSteps == 0 && p.a_scale_stride % kScaleSteps == 0 &&
+                       reinterpret_cast<uintptr_t>(p.a_scale) % (4 * kScaleSteps) == 0;
+    device::RingPosition<2> at;
     at.parity = 1;
     WideTileAt tile;
     while (walk.next<T>(tile)) {
-      const float* from[kCopies];
+      int32_t rows[kCopies];
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int row = tile.row + min(lane + 32 * i, tile.rows - 1);
-        from[i] = p.a_scale + (p.a_scale_index != nullptr ? p.a_scale_index[row] : row) * p.a_scale_stride;
+        rows[i] = p.a_scale_index != nullptr ? p.a_scale_index[row] : row;
       }
-      for (int step = 0; step < steps; ++step, at.next()) {
-        device::wait_for(empty + at.stage, at.parity);
-        uint8_t* const to = smem + at.stage * T::kStageBytes + T::kBBytes + T::kABytes;
+      for (int step = 0; step < steps; step += kScaleSteps, at.next()) {
+        device::wait_for(scales_empty + at.stage, at.parity);
+        uint8_t* const to = smem + T::kScalesAt + at.stage * T::kScaleBytes + lane * (4 * kScaleSteps);
+        const int count = min(kScaleSteps, steps - step);
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
-          if (32 * i < tile.rows) device::copy_4_async(to + (lane + 32 * i) * 4, from[i] + step);
+          if (32 * i >= tile.rows) break;
+          const float* from = p.a_scale + rows[i] * p.a_scale_stride + step;
+          if (whole) {
+            device::copy_16_async(to + i * (32 * 4 * kScaleSteps), from);
+          } else {
+#pragma unroll 1
+            for (int next = 0; next < count; ++next)
+              device::copy_4_async(to + i * (32 * 4 * kScaleSteps) + 4 * next, from + next);
+          }
         }
-        device::arrive_after_copies(full + at.stage);
+        device::arrive_after_copies(scales_full + at.stage);
       }
     }
     device::commit_copies();
@@ -256,12 +272,29 @@ struct PairTalk {
   }
 };
 
+/// The two places of scales of A.
+struct ScaleRing {
+  device::Barrier *full, *empty;
+  device::RingPosition<2> at;
+
+  /// Before the products of `step`, after them.
+  __device__ __forceinline__ void begin(int step) const {
+    if (step % kScaleSteps == 0) device::wait_for(full + at.stage, at.parity);
+  }
+  __device__ __forceinline__ void end(int step, int steps) {
+    if (step % kScaleSteps != kScaleSteps - 1 && step != steps - 1) return;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) device::arrive(empty + at.stage);
+    at.next();
+  }
+};
+
 /// A warp group's part of a tile: kBlocks blocks of 64 rows of A, every kGroups-th.
 template <class T, int kBlocks>
 __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt& tile, int steps, int rank,
                                               bool up_first, uint8_t* smem, device::Barrier* full,
                                               device::Barrier* empty, device::RingPosition<T::kStages>& at,
-                                              PairTalk<T>& talk) {
+                                              ScaleRing& scale_ring, PairTalk<T>& talk) {
   const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int column = tile.column + rank * T::kOwnColumns;
@@ -271,8 +304,10 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
   };
   if constexpr (kBlocks == 0) {
     for (int step = 0; step < steps; ++step, at.next()) {
+      if constexpr (T::kBlockScales) scale_ring.begin(step);
       device::wait_for(full + at.stage, at.parity);
       release(at.stage);
+      if constexpr (T::kBlockScales) scale_ring.end(step, steps);
     }
   } else {
     const TileScales scales = tile_scales<!T::kBlockScales, T::kGated>(p, tile.group);
@@ -301,6 +336,13 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
         next_scale = b_scales[ahead];
         next_up_scale = T::kGated ? b_up_scales[ahead] : next_scale;
       }
+      const float* scales_at = nullptr;
+      if constexpr (T::kBlockScales) {
+        scale_ring.begin(step);
+        scales_at =
+            reinterpret_cast<const float*>(smem + T::kScalesAt + scale_ring.at.stage * T::kScaleBytes) +
+            step % kScaleSteps;
+      }
       device::wait_for(full + at.stage, at.parity);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -315,15 +357,14 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
         device::commit_products();
         float of_row[2] = {};
         if constexpr (T::kBlockScales) {
-          const float* of =
-              reinterpret_cast<const float*>(smem + at.stage * T::kStageBytes + T::kBBytes + T::kABytes) +
-              (block * T::kGroups + group) * T::kBlockRows + 16 * warp + lane / 4;
-          of_row[0] = of[0], of_row[1] = of[8];
+          const int row = (block * T::kGroups + group) * T::kBlockRows + 16 * warp + lane / 4;
+          of_row[0] = scales_at[row * kScaleSteps], of_row[1] = scales_at[(row + 8) * kScaleSteps];
         }
         device::wait_for_products<0>();
         device::hold_products(products);
         if (block == kBlocks - 1) {
           release(at.stage);
+          if constexpr (T::kBlockScales) scale_ring.end(step, steps);
         }
         if constexpr (T::kBlockScales) {
           const float scale[2][2] = {{of_row[0] * b_scale, of_row[1] * b_scale},
@@ -424,15 +465,22 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
   extern __shared__ __align__(1024) uint8_t smem[];
   auto* const full = reinterpret_cast<device::Barrier*>(smem + T::kBarriersAt);
   auto* const empty = full + T::kMostStages;
-  auto* const of_warps = empty + T::kMostStages;
+  auto* const scales_full = empty + T::kMostStages;
+  auto* const scales_empty = scales_full + 2;
+  auto* const of_warps = scales_empty + 2;
   auto* const lists = reinterpret_cast<int32_t*>(smem + T::kListAt);
-  GroupList list{lists, lists + kMostGroups + 1, lists + 2 * kMostGroups + 1, lists + 3 * kMostGroups + 1};
+  GroupList list{lists, lists + kMostTallGroups + 1, lists + 2 * kMostTallGroups + 1,
+                 lists + 3 * kMostTallGroups + 1};
   const auto rank = static_cast<int>(device::cluster_rank());
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < T::kStages; ++i) {
-      device::init_barrier(full + i, PairFeed<T>::kArrivals);
+      device::init_barrier(full + i, 1);
       device::init_barrier(empty + i, 2 * T::kWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      device::init_barrier(scales_full + i, 32);
+      device::init_barrier(scales_empty + i, T::kWarps);
     }
 #pragma unroll
     for (int i = 0; i < T::kWarps; ++i) device::init_barrier(of_warps + i, 1);
@@ -451,10 +499,11 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
     device::give_up_registers<40>();
     const PairFeed<T> feed{maps, p, steps, rank, smem, full, empty};
     if (warp == T::kWarps) feed.copy_boxes(walk);
-    if (T::kBlockScales && warp == T::kWarps + 1) feed.copy_scales(walk);
+    if (T::kBlockScales && warp == T::kWarps + 1) feed.copy_scales(walk, scales_full, scales_empty);
   } else {
     device::take_registers<T::kRegisters>();
     device::RingPosition<T::kStages> at;
+    ScaleRing scale_ring{scales_full, scales_empty, {}};
     PairTalk<T> talk{reinterpret_cast<float*>(smem + T::kLargestAt + warp * T::kLargestBytes),
                      of_warps + warp, static_cast<uint32_t>(rank ^ 1)};
     WideTileAt tile;
@@ -463,7 +512,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
       const int blocks = (all - warp / 4 + T::kGroups - 1) / T::kGroups;  // of this group
       const auto multiply = [&]<int kBlocks> {
         if constexpr (kBlocks <= T::kBlocks)
-          multiply_tall<T, kBlocks>(p, tile, steps, rank, up_first, smem, full, empty, at, talk);
+          multiply_tall<T, kBlocks>(p, tile, steps, rank, up_first, smem, full, empty, at, scale_ring, talk);
       };
       if (blocks == 2) {
         multiply.template operator()<2>();

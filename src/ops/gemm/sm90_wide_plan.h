@@ -16,9 +16,11 @@ struct WidePlan {
   bool operator==(const WidePlan&) const = default;
 };
 
+inline constexpr int kMostTallGroups = 512;  ///< their list is in shared memory
 /// Whether tall tiles can: fp8 rows one after another, and blocks of scales that begin with a tile.
 constexpr bool tall_can(const Problem& p) {
-  return p.type == DType::fp8_e4m3 && !(p.gated && p.a_index != nullptr) && p.n_offset == 0 && p.n % 8 == 0 &&
+  return p.type == DType::fp8_e4m3 && p.groups <= kMostTallGroups && !(p.gated && p.a_index != nullptr) &&
+         p.n_offset == 0 && p.n % 8 == 0 &&
          (p.gated ? p.block_scales || p.y_scale != nullptr : p.y_type == DType::bf16);
 }
 
