@@ -11,6 +11,7 @@
 // truncates, fp32 additions round. CTAs of a cluster share k; then each adds up and stores its share of the rows.
 
 #include <algorithm>
+#include <type_traits>
 
 #include "src/device/launch.h"
 #include "src/device/ptx.h"
@@ -31,8 +32,9 @@ struct Maps {
   CUtensorMap x, terms[RouterWeight::kMaxTerms];
 };
 
-template <int kTerms, int kGroups, int kColumns>
+template <int kTerms, int kGroups, int kColumns_>
 struct Tile {
+  static constexpr int kColumns = kColumns_;
   static constexpr int kRows = 64 * kGroups, kConsumers = 128 * kGroups;
   // Where three terms are for fp32's accuracy and may meet long sums; tiles of 64 columns have short ones.
   static constexpr bool kHasTotals = kTerms == 3 && (kColumns == 96 || kColumns == 128);
@@ -50,27 +52,60 @@ struct Tile {
   // Small tiles leave room for a second CTA, so that the next call's weights come while this one is added up.
   static constexpr int kCtasPerSm = kRows * kColumns <= 128 * 64 ? 2 : 1;
   static constexpr int kRoom = kCtasPerSm == 2 ? 110 << 10 : 224 << 10;
-  static constexpr int kAtOnce = kCtasPerSm == 2 ? 1 : 4;  // loads of a thread from a CTA: other CTAs are far
   static constexpr int kStages = std::min(kRoom / kStageBytes, 8);
   static constexpr int kRingBytes = std::max(kStages * kStageBytes, kSumBytes);
   static constexpr int kSmemBytes = kRingBytes + 2 * kStages * static_cast<int>(sizeof(device::Barrier));
   static_assert(kStages >= 2);
 };
 
-/// Four scores of neighbouring experts, as far as there are so many.
-__device__ __forceinline__ void store_scores(const Params& p, int64_t token, int64_t expert, Sums<4> scores) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(p.scores) | 4 * p.scores_stride) % sizeof(scores) == 0;
-  if (p.scores_type == DType::f32 && aligned && expert + 4 <= p.experts) {
-    if (p.bias != nullptr) {
+/// Adds up what a cluster's CTAs, at most kMost of them and more than half as many, have of a share of a tile's rows, and stores
+/// the scores: `rows` from `row0`, and experts from `column0`. `sums` are this CTA's of the first of them.
+template <int kTerms, class T, int kMost>
+__device__ __forceinline__ void store_rows(const Params& p, const float* sums, int ctas, int64_t row0,
+                                           int rows, int64_t column0) {
+  constexpr int kVectors = T::kColumns / 4;
+  constexpr int kAtOnce = T::kCtasPerSm == 2 ? 1 : 4;  // loads of a thread, other CTAs are far
+  const float* parts[kMost];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) scores.v[c] += p.bias[expert + c];
+  for (int other = 0; other < kMost; ++other) parts[other] = kMost == 1 ? sums : device::in_cta(sums, other);
+  const int columns = static_cast<int>(min(p.experts - column0, int64_t{T::kColumns}));
+  const bool in_fours = p.scores_type == DType::f32 && columns % 4 == 0 &&
+                        (reinterpret_cast<uintptr_t>(p.scores) | 4 * p.scores_stride | 4 * column0) % 16 == 0;
+  auto* const to = static_cast<float*>(p.scores) + row0 * p.scores_stride + column0;
+  const int vectors = rows * kVectors;
+  for (int i0 = threadIdx.x; i0 < vectors; i0 += kAtOnce * T::kConsumers) {
+    Sums<4> part[kAtOnce][kMost] = {};
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = i0 + j * T::kConsumers, row = i / kVectors, column = i % kVectors * 4;
+#pragma unroll
+      for (int other = 0; other < kMost; ++other) {
+        // Each is used below, and has arrived by then: a CTA whose sums are still on the way must not end.
+        if (i < vectors && column < columns && (other <= kMost / 2 || other < ctas))
+          part[j][other] = *reinterpret_cast<const Sums<4>*>(parts[other] + row * T::kPitch + column);
+      }
     }
-    *reinterpret_cast<Sums<4>*>(static_cast<float*>(p.scores) + token * p.scores_stride + expert) = scores;
-    return;
-  }
 #pragma unroll
-  for (int c = 0; c < 4; ++c)
-    if (expert + c < p.experts) store_score(p, token, expert + c, scores.v[c]);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = i0 + j * T::kConsumers, row = i / kVectors, column = i % kVectors * 4;
+      if (i >= vectors || column >= columns) continue;
+      add_in_pairs<kTerms>(part[j]);
+      Sums<4>& scores = part[j][0];
+      if (in_fours) {
+        if (p.bias != nullptr) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) scores.v[c] += p.bias[column0 + column + c];
+        }
+        // Said so, since a plain store is taken apart.
+        __stcg(reinterpret_cast<float4*>(to + row * p.scores_stride + column),
+               make_float4(scores.v[0], scores.v[1], scores.v[2], scores.v[3]));
+        continue;
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (column + c < columns) store_score(p, row0 + row, column0 + column + c, scores.v[c]);
+    }
+  }
 }
 
 template <int kTerms, int kGroups, int kColumns>
@@ -78,7 +113,7 @@ __global__ __launch_bounds__(
     Tile<kTerms, kGroups, kColumns>::kThreads,
     Tile<kTerms, kGroups, kColumns>::kCtasPerSm) void tile_kernel(const __grid_constant__ Maps maps,
                                                                   const __grid_constant__ Params p,
-                                                                  bool in_pieces) {
+                                                                  int rows_of_cta, bool in_pieces) {
   using T = Tile<kTerms, kGroups, kColumns>;
   extern __shared__ __align__(1024) uint8_t smem[];
   auto* const full = reinterpret_cast<device::Barrier*>(smem + T::kRingBytes);
@@ -101,7 +136,7 @@ __global__ __launch_bounds__(
     if constexpr (T::kMovesRegisters) device::give_up_registers<40>();
     const int lane = threadIdx.x - T::kConsumers;
     if (lane >= 32) {
-      if (ctas > 1) device::cluster_arrive();
+      if (ctas > 1) device::cluster_arrive_without_fence();
       return;
     }
     const auto load_terms = [&](int step, int stage) {
@@ -136,7 +171,7 @@ __global__ __launch_bounds__(
     }
     __syncwarp();
     device::let_next_kernel_start();
-    if (ctas > 1) device::cluster_arrive();
+    if (ctas > 1) device::cluster_arrive_without_fence();
     return;
   }
 
@@ -257,30 +292,27 @@ __global__ __launch_bounds__(
   }
 
   // This CTA's share of the rows, from all CTAs of the cluster.
-  constexpr int kVectors = kColumns / 4;
-  const int first_row = T::kRows * rank / ctas, last_row = T::kRows * (rank + 1) / ctas;
-  const int rows = static_cast<int>(min(int64_t{last_row}, p.tokens - row0)) - first_row;
-  const int vectors = rows * kVectors;
-  for (int i0 = threadIdx.x; i0 < vectors; i0 += T::kAtOnce * T::kConsumers) {
-    Sums<4> part[T::kAtOnce][kMostCtas];
-#pragma unroll
-    for (int j = 0; j < T::kAtOnce; ++j) {
-      const int i = min(i0 + j * T::kConsumers, vectors - 1);
-      const float* from = tile + (first_row + i / kVectors) * T::kPitch + i % kVectors * 4;
-#pragma unroll
-      for (int other = 0; other < kMostCtas; ++other)
-        if (other < ctas) part[j][other] = *reinterpret_cast<const Sums<4>*>(device::in_cta(from, other));
-    }
-#pragma unroll
-    for (int j = 0; j < T::kAtOnce; ++j) {
-      const int i = i0 + j * T::kConsumers;
-      if (i >= vectors) break;
-      add_in_pairs<kTerms>(part[j], ctas);
-      store_scores(p, row0 + first_row + i / kVectors, column0 + i % kVectors * 4, part[j][0]);
-    }
+  const int first_row = rank * rows_of_cta;
+  const int rows =
+      static_cast<int>(min(int64_t{min(first_row + rows_of_cta, T::kRows)}, p.tokens - row0)) - first_row;
+  const auto store = [&](auto most) {
+    store_rows<kTerms, T, decltype(most)::value>(p, tile + first_row * T::kPitch, ctas, row0 + first_row,
+                                                 rows, column0);
+  };
+  if (ctas == 1) {
+    store(std::integral_constant<int, 1>());
+  } else if (ctas == 2) {
+    store(std::integral_constant<int, 2>());
+  } else if (ctas <= 4) {
+    store(std::integral_constant<int, 4>());
+  } else {
+    store(std::integral_constant<int, kMostCtas>());
   }
-  __syncwarp();                             // a cluster's barrier wants whole warps
-  if (ctas > 1) device::cluster_barrier();  // nobody reads this CTA's sums any more
+  __syncwarp();    // a cluster's barrier wants whole warps
+  if (ctas > 1) {  // nobody reads this CTA's sums any more
+    device::cluster_arrive_without_fence();
+    device::cluster_wait();
+  }
 }
 
 /// Rows of k-major elements as the products read them: boxes of a step's 128 bytes.
@@ -311,7 +343,7 @@ Status run(const Params& p, const TilePlan& plan, const Stream& stream) {
                           .cluster = plan.ctas,
                           .overlap_previous = true};
   return launch("router_gemm", tile_kernel<kTerms, kGroups, kColumns>, shape, stream, maps, p,
-                plan.in_pieces);
+                (T::kRows + plan.ctas - 1) / plan.ctas, plan.in_pieces);
 }
 
 template <int kTerms>
