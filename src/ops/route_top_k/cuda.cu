@@ -82,13 +82,14 @@ __device__ __forceinline__ int expert_of(Candidate c) {
 
 /// Bytes of shared memory: candidates and their scores, the chosen and theirs, and with groups the keys of both.
 constexpr int64_t shared_bytes(int64_t experts, int64_t top_k, int64_t groups) {
-  const int64_t bytes = 12 * experts + 8 * top_k + (groups > 1 ? 4 * (experts + groups) : 0);
+  const int64_t bytes = 12 * experts + 8 * (kAtOnce + top_k) + (groups > 1 ? 4 * (experts + groups) : 0);
   return (bytes + 15) / 16 * 16;
 }
 
 /// The key of a group, by a warp: the sum of its two largest choices.
 __device__ __forceinline__ uint32_t group_key(const uint32_t* keys, int size, int lane) {
   uint32_t first = kTaken, second = kTaken;
+#pragma unroll 1
   for (int e = lane; e < size; e += 32) {
     second = max(second, min(first, keys[e]));
     first = max(first, keys[e]);
@@ -113,6 +114,7 @@ __device__ __forceinline__ void write_weights(const Params& p, int64_t token, co
   const bool of_chosen = p.scoring == RouteScoring::softmax_chosen;
   float largest = -INFINITY;
   if (of_chosen) {
+#pragma unroll 1
     for (int j = lane; j < p.top_k; j += 32) largest = fmaxf(largest, scores[j]);
     largest = device::warp_reduce<device::Max>(largest);
   }
@@ -123,10 +125,12 @@ __device__ __forceinline__ void write_weights(const Params& p, int64_t token, co
   double scale = p.scale;
   if (p.renormalise || of_chosen) {
     double sum = 0;
+#pragma unroll 1
     for (int j = lane; j < p.top_k; j += 32) sum += weight_of(scores[j]);
     scale /= sum_of_lanes(sum, lanes) + kRenormaliseEps;
   }
   double zero_weight = 0;
+#pragma unroll 1
   for (int j = lane; j < p.top_k; j += 32) {
     const double weight = weight_of(scores[j]) * scale;
     const bool zero = chosen[j] >= p.experts - p.zero_experts;
@@ -138,6 +142,10 @@ __device__ __forceinline__ void write_weights(const Params& p, int64_t token, co
   zero_weight = sum_of_lanes(zero_weight, lanes);
   if (lane == 0) p.zero_weight[token * p.zero_weight_stride] = static_cast<float>(zero_weight);
 }
+
+/// More than a bound on threads gives. 32 experts a lane would spill.
+template <int kPerThread, bool kWarpPerToken>
+inline constexpr int kBlocksPerSm = kWarpPerToken&& kPerThread <= 24 ? 2 : 1;
 
 /// The sum of all values of a warp, where each of kRows rows is first added up on its own. One exchange serves two rows, as
 /// long as there are two: the upper bits of a lane's number become those of its row's, the other way round.
@@ -168,9 +176,9 @@ __device__ __forceinline__ float sum_of_rows(const float (&rows)[kRows], int lan
 }
 
 template <int kPerThread, bool kWarpPerToken>
-__global__ __launch_bounds__(kWarpPerToken
-                                 ? 32 * kWarpsOfBlock
-                                 : kMostThreads) void route_top_k_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(
+    kWarpPerToken ? 32 * kWarpsOfBlock : kMostThreads,
+    kBlocksPerSm<kPerThread, kWarpPerToken>) void route_top_k_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ __align__(16) uint32_t team_keys[kTeams];
   __shared__ float warp_sums[kMostThreads / 32];
@@ -191,7 +199,7 @@ __global__ __launch_bounds__(kWarpPerToken
   if (token >= p.tokens) return;
   auto* const candidates =
       reinterpret_cast<Candidate*>(shared + (kWarpPerToken ? warp_of_block * p.shared_bytes : 0));
-  auto* const candidate_scores = reinterpret_cast<float*>(candidates + p.experts);
+  auto* const candidate_scores = reinterpret_cast<float*>(candidates + p.experts + kAtOnce);
   auto* const chosen = reinterpret_cast<int*>(candidate_scores + p.experts);
   auto* const chosen_scores = reinterpret_cast<float*>(chosen + p.top_k);
   auto* const expert_keys = reinterpret_cast<uint32_t*>(chosen_scores + p.top_k);
@@ -202,14 +210,18 @@ __global__ __launch_bounds__(kWarpPerToken
   device::wait_for_previous_kernel();
   // All is asked for together: each of these waits for memory.
   const int64_t live_tokens = p.live_tokens != nullptr ? *p.live_tokens : p.tokens;
-  float logits[kPerThread], bias[kPerThread];
+  const float* const row = p.scores + token * p.scores_stride;
+  float logits[kPerThread], bias[kPerThread] = {};
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int e = thread + threads * i;
-    logits[i] = e < p.experts ? p.scores[token * p.scores_stride + e] : 0.f;
-    bias[i] = e < p.experts && p.bias != nullptr ? p.bias[e] : 0.f;
+  for (int i = 0; i < kPerThread; ++i)
+    logits[i] = thread + threads * i < p.experts ? row[thread + threads * i] : 0.f;
+  if (p.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i)
+      if (thread + threads * i < p.experts) bias[i] = p.bias[thread + threads * i];
   }
   if (token >= live_tokens) {
+#pragma unroll 1
     for (int j = thread; j < p.top_k; j += threads) {
       p.ids[token * p.ids_stride + j] = -1;
       p.weights[token * p.weights_stride + j] = 0.f;
@@ -355,11 +367,9 @@ __global__ __launch_bounds__(kWarpPerToken
     at += __popc(fitting & ((1u << lane) - 1));
     if (!fits) continue;
     candidates[at] = candidate_of(keys[i], thread + threads * i);
-    // Weights are of the logits where exponentials were for the choice alone: read once more, they need no registers.
-    candidate_scores[at] = of_chosen && by_score
-                               ? logit_of(p.scores[token * p.scores_stride + thread + threads * i])
-                               : scores[i];
+    candidate_scores[at] = scores[i];
   }
+  if (kWarpPerToken && lane < kAtOnce) candidates[count + lane] = 0;  // below all others
   barrier();
   if constexpr (!kWarpPerToken) count = written;
   const bool few = kWarpPerToken || count <= 32;  // whom one warp ranks
@@ -369,11 +379,13 @@ __global__ __launch_bounds__(kWarpPerToken
     int rank = 0;
     for (int other = 0; other < count && rank < p.top_k; other += kAtOnce) {
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) rank += other + j < count && candidates[other + j] > mine;
+      for (int j = 0; j < kAtOnce; ++j)
+        rank += (kWarpPerToken || other + j < count) && candidates[other + j] > mine;
     }
     if (rank >= p.top_k) continue;
     chosen[rank] = expert_of(mine);
-    chosen_scores[rank] = candidate_scores[c];
+    // Of the logits where exponentials were for the choice alone.
+    chosen_scores[rank] = of_chosen && by_score ? logit_of(row[expert_of(mine)]) : candidate_scores[c];
   }
   if (few) {
     __syncwarp();
