@@ -101,7 +101,7 @@ def overload(kind, width, from_registers, by_rows=False):
 def main():
     by_rows = sys.argv[1:] == ["rows"]
     print(ROWS_HEAD if by_rows else HEAD)
-    for kind in ["bf16"] if by_rows else TYPES:
+    for kind in ["bf16", "f16"] if by_rows else TYPES:
         for width in ROWS_WIDTHS if by_rows else WIDTHS:
             print("template <>")
             print(f"struct {'WgmmaRows' if by_rows else 'Wgmma'}<{kind}, {width}> {{")

@@ -64,7 +64,7 @@ TEST(AttentionPrefill, HandWorked) {
 
 /// A row has the same bits whatever chunk it comes in.
 TEST(AttentionPrefill, ChunksDoNotChangeABit) {
-  on_streams([](const Stream& stream, DType type) {
+  const auto run = [](const Stream& stream, DType type) {
     for (const int64_t split : {int64_t{0}, int64_t{64}, int64_t{80}}) {
       for (const int64_t window : {int64_t{0}, int64_t{90}}) {
         const AttentionPrefillCase c{{.name = "",
@@ -83,6 +83,8 @@ TEST(AttentionPrefill, ChunksDoNotChangeABit) {
           AttentionPrefillArgs args = chunked.args;
           for (Tensor* t : {&args.attention.q, &args.attention.output, &args.attention.lse})
             *t = t->rows(begin, rows);
+          if (args.attention.q_scale.present())
+            args.attention.q_scale = args.attention.q_scale.rows(begin, rows);
           chunked.kv_lengths.as<int32_t>()[0] = static_cast<int32_t>(begin + rows);
           chunked.query_start.as<int32_t>()[1] = static_cast<int32_t>(rows);
           ASSERT_OK(done(attention_prefill(args, stream), stream));
@@ -92,16 +94,27 @@ TEST(AttentionPrefill, ChunksDoNotChangeABit) {
         EXPECT_TRUE(same_bits(chunked.lse, whole.lse)) << split;
       }
     }
+  };
+  on_streams([&](const Stream& stream, DType type) {
+    run(stream, type);
+    run(stream, DType::fp8_e4m3);
   });
 }
 
 /// A key that a row does not see leaves no trace in it, even when it is NaN and another row of the call sees it.
 TEST(AttentionPrefill, UnseenKeysLeaveNoTrace) {
   constexpr int64_t kTokens = 300, kKey = 250, kWindow = 40;
-  on_streams([](const Stream& stream, DType type) {
-    for (const int64_t head_dim : {64, 128, 256}) {
+  on_streams([](const Stream& stream, DType plain) {
+    struct Kind {
+      DType type;
+      int64_t head_dim;
+    };
+    constexpr DType kFp8 = DType::fp8_e4m3;
+    for (const auto [type, head_dim] :
+         {Kind{plain, 64}, {plain, 128}, {plain, 256}, {kFp8, 64}, {kFp8, 128}}) {
       for (const float value : {NAN, INFINITY, -INFINITY}) {
-        SCOPED_TRACE(testing::Message() << "head " << head_dim << ", " << value);
+        if (type == kFp8 && !std::isnan(value)) continue;  // it has no infinity
+        SCOPED_TRACE(testing::Message() << name_of(type) << ", head " << head_dim << ", " << value);
         const AttentionPrefillCase c{{.name = "",
                                       .requests = {{kTokens, kTokens}},
                                       .heads_q = 6,

@@ -10,6 +10,8 @@ Facts attention_prefill_facts(const AttentionPrefillArgs& args) {
   return attention_facts(a)
       .add("pages", a.k.shape[0])
       .add("split_tokens", args.split_tokens)
+      .add("key_scales", a.k_scale.rank == 3 ? a.k_scale.elements() : 0)
+      .add("output", a.output.dtype)
       .add("q_alignment", alignment_of(a.q))
       .add("output_alignment", alignment_of(a.output));
 }

@@ -10,7 +10,6 @@
 #include "src/ops/attention_prefill/sm90.cuh"
 
 #include <bit>
-#include <cfloat>
 
 #include "src/device/runtime.h"
 #include "src/ops/attention/cache_map.h"
@@ -22,17 +21,21 @@ namespace {
 
 using namespace prefill_sm90;
 
-/// Queries of one KV head, panel by panel: heads of a token are neighbours, then come tokens.
+/// Panels of at most 128 bytes of a head; heads of a token are neighbours, then come tokens.
 Status make_query_map(const Tensor& q, int64_t group, int64_t tokens, CUtensorMap& map) {
+  const int64_t element = info_of(q.dtype).block_bytes, row_bytes = q.shape[2] * element;
+  const int64_t panel = std::min<int64_t>(128, row_bytes);
   const auto stride = [&](int dimension) {  // that of a single element may be anything
-    return static_cast<uint64_t>(q.shape[dimension] == 1 ? 16 : q.stride[dimension] * 2);
+    return static_cast<uint64_t>(q.shape[dimension] == 1 ? 16 : q.stride[dimension] * element);
   };
+  const auto extent = [](int64_t n) { return static_cast<uint64_t>(n); };
+  const auto box = [](int64_t n) { return static_cast<uint32_t>(n); };
   return device::make_tensor_map(
       {.data = q.data,
-       .extent = {128, static_cast<uint64_t>(q.shape[1]), static_cast<uint64_t>(q.shape[0]),
-                  static_cast<uint64_t>(q.shape[2] / 64), 1},
-       .stride = {stride(1), stride(0), 128, 16},
-       .box = {128, static_cast<uint32_t>(group), static_cast<uint32_t>(tokens), 1, 1}},
+       .extent = {extent(panel), extent(q.shape[1]), extent(q.shape[0]), extent(row_bytes / panel), 1},
+       .stride = {stride(1), stride(0), extent(panel), 16},
+       .box = {box(panel), box(group), box(tokens), 1, 1},
+       .swizzle = static_cast<int>(panel)},
       map);
 }
 
@@ -40,38 +43,29 @@ Status make_query_map(const Tensor& q, int64_t group, int64_t tokens, CUtensorMa
 
 Status attention_prefill_sm90(const AttentionPrefillArgs& args, const Stream& stream) {
   const AttentionArgs& a = args.attention;
-  if (a.q.shape[0] == 0 || a.page_table.shape[0] == 0) return {};
+  const int64_t tokens = a.q.shape[0], requests = a.page_table.shape[0];
+  if (tokens == 0 || requests == 0) return {};
   VIVACE_TRY_ASSIGN(const device::DeviceInfo* info, device::device_info(stream.ordinal));
   Sm90Params p{};
   p.attention = params_of(a);
-  p.attention.factor = std::max(p.attention.factor, FLT_MIN);  // times -infinity, it stays that
-  const int64_t group = p.attention.group, tokens = a.q.shape[0], page = a.k.shape[1];
-  p.most_tokens =
-      static_cast<int>(args.max_query_tokens > 0 ? std::min(args.max_query_tokens, tokens) : tokens);
-  const auto call = [&]<int kHead>() -> Status {
-    using T = Shape<kHead>;
-    p.tile_tokens = static_cast<int>(T::kRows / group);
-    const int64_t copy_tokens = std::min<int64_t>(page, T::kKeys);
-    p.page_log2 = std::countr_zero(static_cast<uint64_t>(page));
-    p.copy_log2 = std::countr_zero(static_cast<uint64_t>(copy_tokens));
-    VIVACE_TRY(make_query_map(a.q, group, p.tile_tokens, p.q));
-    VIVACE_TRY(make_cache_map(a.k, copy_tokens, 1, p.k));
-    VIVACE_TRY(make_cache_map(a.v, copy_tokens, 1, p.v));
-    // Every request may end in a tile of its own.
-    const int64_t requests = p.attention.requests,
-                  of_request = (p.most_tokens + p.tile_tokens - 1) / p.tile_tokens;
-    const int64_t tiles =
-        std::min(tokens / p.tile_tokens + requests, of_request * requests) * p.attention.heads_kv;
-    return launch_prefill<T>(p, tiles, info->sms, stream);
-  };
-  switch (a.q.shape[2]) {
-    case 64:
-      return call.operator()<64>();
-    case 128:
-      return call.operator()<128>();
-    default:
-      return call.operator()<256>();
-  }
+  const int64_t group = p.attention.group, page = a.k.shape[1];
+  const int64_t copy_tokens = std::min<int64_t>(page, prefill_keys(a.q.shape[2]));
+  const int64_t most = args.max_query_tokens > 0 ? std::min(args.max_query_tokens, tokens) : tokens;
+  p.most_tokens = static_cast<int>(most);
+  p.tile_tokens = static_cast<int>(kTileRows / group);
+  p.page_log2 = std::countr_zero(static_cast<uint64_t>(page));
+  p.copy_log2 = std::countr_zero(static_cast<uint64_t>(copy_tokens));
+  VIVACE_TRY(make_query_map(a.q, group, p.tile_tokens, p.q));
+  VIVACE_TRY(make_cache_map(a.k, copy_tokens, 1, p.k));
+  VIVACE_TRY(make_cache_map(a.v, copy_tokens, 1, p.v));
+  // Every request may end in a tile of its own.
+  const int64_t tiles =
+      std::min(tokens / p.tile_tokens + requests, (most + p.tile_tokens - 1) / p.tile_tokens * requests);
+  const int64_t ctas = std::min<int64_t>(tiles * p.attention.heads_kv, info->sms);
+  Status status;
+  device::with_type<bf16, fp8>(a.k.dtype,
+                               [&](auto raw) { status = launch_prefill<decltype(raw)>(p, ctas, stream); });
+  return status;
 }
 
 }  // namespace vivace

@@ -14,19 +14,20 @@
 // maximum, a lane adds the weights of its keys in their order. Neither the tile nor the rows beside it appear in this: a block that a
 // row does not see leaves its maximum, multiplies by exactly 1 and adds exactly 0.
 
+#include <cfloat>
+
 #include "src/device/launch.h"
 #include "src/device/wgmma_rows.h"
-#include "src/ops/attention_prefill/sm90_feed.cuh"
+#include "src/ops/attention_prefill/sm90_ready.cuh"
 
 namespace vivace::prefill_sm90 {
-
-using device::bf16;
 
 /// Of a thread's two rows: what they see, counted from a block's begin when it is used, and their softmax so far.
 struct Rows {
   int first[2];
   unsigned count[2];            ///< of keys
   int all_first, all_last;      ///< keys that all rows of the warp see
+  float factor[2];              ///< of scores: units of log2, or of the cap
   float maximum[2], weight[2];  ///< units of log2; this lane's part
 };
 
@@ -46,8 +47,9 @@ struct Products {
 #pragma unroll
     for (int i = 0; i < T::kHead / 16; ++i) {
       const int panel = i / 4, in_row = i % 4 * 32;
-      device::Wgmma<bf16, T::kKeys>::multiply(scores, a + (panel * T::kQueryPanelBytes + in_row) / 16,
-                                              b + (panel * T::kPanelBytes + in_row) / 16, i > 0);
+      device::Wgmma<typename T::Element, T::kKeys>::multiply(
+          scores, a + (panel * T::kQueryPanelBytes + in_row) / 16, b + (panel * T::kPanelBytes + in_row) / 16,
+          i > 0);
     }
     device::commit_products();
   }
@@ -57,7 +59,7 @@ struct Products {
     device::begin_products();
 #pragma unroll
     for (int i = 0; i < T::kKeys / 16; ++i)
-      device::WgmmaRows<bf16, T::kHead>::multiply(sums, weights[i], b + i * (16 * 128 / 16));
+      device::WgmmaRows<typename T::Element, T::kHead>::multiply(sums, weights[i], b + i * (16 * 128 / 16));
     device::commit_products();
   }
   __device__ __forceinline__ void wait_for_all() {
@@ -78,16 +80,20 @@ struct Products {
   __device__ __forceinline__ void pack_weights() {
 #pragma unroll
     for (int i = 0; i < T::kKeys / 4; ++i)
-      weights[i / 4][i % 4] = device::pack<bf16>(scores[2 * i], scores[2 * i + 1]);
+      weights[i / 4][i % 4] = device::pack<typename T::Element>(scores[2 * i], scores[2 * i + 1]);
   }
 
   /// Turns scores of the block of keys from `begin` on into weights; `scale` brings earlier sums to their maximum.
   __device__ __forceinline__ void weigh(const Params& p, int begin, Rows& rows, float (&scale)[2]) {
-    float factor = p.factor;
-    if (p.cap_log2 > 0.f) {
+    float factor[2] = {rows.factor[0], rows.factor[1]};
+    if (p.cap_log2 > 0.f ||
+        !(factor[0] >= FLT_MIN && factor[1] >= FLT_MIN)) {  // else their order is that of the products
 #pragma unroll
-      for (float& s : scores) s = capped(__fmul_rn(s, factor), p.cap_log2);
-      factor = 1.f;
+      for (int i = 0; i < T::kKeys / 2; ++i) {
+        scores[i] = __fmul_rn(scores[i], factor[i / 2 % 2]);
+        if (p.cap_log2 > 0.f) scores[i] = capped(scores[i], p.cap_log2);
+      }
+      factor[0] = factor[1] = 1.f;
     }
     if (rows.all_first > begin || rows.all_last < begin + T::kKeys) {
       const int pair = begin + static_cast<int>(threadIdx.x) % 4 * 2;
@@ -108,7 +114,7 @@ struct Products {
       float most = fmaxf(highest[h][0], highest[h][1]);
       most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
       most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-      most = fmaxf(rows.maximum[h], __fmul_rn(most, factor));
+      most = fmaxf(rows.maximum[h], __fmul_rn(most, factor[h]));
       // Without a score above -infinity the weights are 0, or NaN for a NaN; -infinity - -infinity would be NaN for both.
       minus_maximum[h] = most == kNoKeys ? 0.f : -most;
       scale[h] = exp2_of(__fadd_rn(rows.maximum[h], minus_maximum[h]));
@@ -116,7 +122,7 @@ struct Products {
     }
 #pragma unroll
     for (int i = 0; i < T::kKeys / 2; ++i) {
-      scores[i] = exp2_of(__fmaf_rn(scores[i], factor, minus_maximum[i / 2 % 2]));
+      scores[i] = exp2_of(__fmaf_rn(scores[i], factor[i / 2 % 2], minus_maximum[i / 2 % 2]));
       total[i / 2 % 2] = __fadd_rn(total[i / 2 % 2], scores[i]);
     }
 #pragma unroll
@@ -155,7 +161,6 @@ class Consumer {
 
  private:
   __device__ __forceinline__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
-  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ __forceinline__ const char* queries() const { return s_.q + group() * 64 * 128; }
   __device__ __forceinline__ static int row(int h) {
     return static_cast<int>(threadIdx.x) / 32 * 16 + 8 * h + lane() / 4;
@@ -187,6 +192,12 @@ class Consumer {
       rows.first[h] = tile.first_key(token, p_.window);
       last[h] = tile.last_key(token);
       rows.count[h] = last[h] - rows.first[h];
+      rows.factor[h] = p_.factor;
+      if constexpr (T::kFp8) {
+        const int head = tile.head_kv * p_.group + row(h) % p_.group;
+        rows.factor[h] *=
+            *p_.k_scale * p_.q_scale[(tile.row + token) * p_.q_scale_stride[0] + head * p_.q_scale_stride[1]];
+      }
       rows.maximum[h] = kNoKeys;
       rows.weight[h] = 0.f;
     }
@@ -237,9 +248,9 @@ class Consumer {
     const int begin = block * T::kKeys;
     if (tile.first_key(tile.tokens - 1, p_.window) > begin || tile.last_key(0) < begin + T::kKeys) {
 #pragma unroll 1
-      for (int checker = 0; checker < T::kCheckers; ++checker) {
-        if (s_.marked[v_.stage][checker])
-          add_marked(s_.marks[v_.stage][checker], begin + checker * T::kCheckedKeys, rows, products);
+      for (int helper = 0; helper < T::kHelpers; ++helper) {
+        if (s_.marked[v_.stage][helper])
+          add_marked(s_.marks[v_.stage][helper], begin + helper * T::kHelperKeys, rows, products);
       }
     }
     release(s_.v_empty + v_.stage);
@@ -331,7 +342,7 @@ __global__ __launch_bounds__(kThreads,
     device::prefetch_tensor_map(&p.v);
     shared.init_barriers();
   }
-  if (threadIdx.x < T::kStages * T::kCheckers)
+  if (threadIdx.x < T::kStages * T::kHelpers)
     (&shared.marked[0][0])[threadIdx.x] = true;  // what is there is not clear
   __syncthreads();
   device::wait_for_previous_kernel();
@@ -345,19 +356,32 @@ __global__ __launch_bounds__(kThreads,
   if (warp == 0) {
     Feed<T>(p, shared).run();
     device::let_next_kernel_start();
-  } else if (warp <= T::kCheckers) {
-    Check<T>(shared, warp - 1).run();
+  } else if (warp <= T::kHelpers) {
+    std::conditional_t<T::kFp8, Widen<T>, Pass<T>>(shared, warp - 1).run();
   }
 }
 
 template <class T>
-Status launch_prefill(const Sm90Params& p, int64_t tiles, int sms, const Stream& stream) {
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(tiles, sms))),
+Status launch_shape(const Sm90Params& p, int64_t ctas, const Stream& stream) {
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(ctas)),
                           .block = dim3(kThreads),
                           .smem_bytes = sizeof(Shared<T>),
                           .overlap_previous = true};
   static_assert(sizeof(Shared<T>) <= 227 << 10, "it fits an SM");
   return launch("attention_prefill", attention_prefill_sm90_kernel<T>, shape, stream, p);
 }
+
+/// Q, K and V of type Raw.
+template <class Raw>
+Status launch_prefill(const Sm90Params& p, int64_t ctas, const Stream& stream) {
+  if (p.attention.head_dim == 64) return launch_shape<Shape<Raw, 64>>(p, ctas, stream);
+  if constexpr (std::is_same_v<Raw, bf16>) {
+    if (p.attention.head_dim == 256) return launch_shape<Shape<Raw, 256>>(p, ctas, stream);
+  }
+  return launch_shape<Shape<Raw, 128>>(p, ctas, stream);
+}
+
+extern template Status launch_prefill<bf16>(const Sm90Params&, int64_t, const Stream&);
+extern template Status launch_prefill<fp8>(const Sm90Params&, int64_t, const Stream&);
 
 }  // namespace vivace::prefill_sm90

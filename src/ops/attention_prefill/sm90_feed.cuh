@@ -1,8 +1,11 @@
 #pragma once
 
-// How work, queries, keys and values reach the products of sm90.tiles: what is fixed when the kernel is compiled, its shared
-// memory, the list of tiles, and the warps that fill that memory.
+// How work, queries, keys and values reach shared memory in the sm90.* kernel: what is fixed when it is compiled, its shared memory,
+// the list of tiles, and the warp that copies. sm90_ready.cuh has what is left to do until they can be multiplied.
 
+#include <type_traits>
+
+#include "src/device/number.h"
 #include "src/device/ptx.h"
 #include "src/device/reduce.h"
 #include "src/ops/attention/params.cuh"
@@ -11,22 +14,42 @@ namespace vivace::prefill_sm90 {
 
 using namespace attention_cuda;
 using device::Barrier;
+using device::bf16;
+using device::f16;
+using device::fp8;
 using device::kAllLanes;
 
+constexpr int kTileRows = 128;  ///< of queries
 /// Warp groups: two multiply, the last one feeds them.
 constexpr int kGroupThreads = 128, kConsumers = 2 * kGroupThreads, kThreads = kConsumers + kGroupThreads;
 
-/// What is fixed when a kernel is compiled: the width of a head and what follows from it. Boxes of keys and tiles of queries
-/// lie in panels of 64 columns, rows of 128 bytes, as tensor maps write them.
-template <int kHead_>
+/// Keys of a block.
+constexpr int prefill_keys(int64_t head_dim) {
+  return head_dim <= 128 ? 128 : 64;
+}
+
+/// What is fixed when a kernel is compiled: elements of Q, K and V, the width of a head, and what follows from them. Boxes of keys
+/// and tiles of queries lie in panels of 64 columns, rows of 128 bytes, as tensor maps write them.
+template <class Raw_, int kHead_>
 struct Shape {
-  static constexpr int kHead = kHead_, kRows = 128, kKeys = kHead <= 128 ? 128 : 64;
+  using Raw = Raw_;
+  static constexpr bool kFp8 = std::is_same_v<Raw, fp8>;
+  using Element = std::conditional_t<kFp8, f16, bf16>;  ///< that are multiplied; e4m3 is exact in f16
+  static constexpr int kHead = kHead_, kRows = kTileRows, kKeys = prefill_keys(kHead);
   static constexpr int kRowBytes = 2 * kHead, kPanels = kRowBytes / 128;
   static constexpr int kQueryPanelBytes = kRows * 128, kPanelBytes = kKeys * 128,
                        kBoxBytes = kKeys * kRowBytes;
   static constexpr int kStages = kHead == 64 ? 4 : 2;
-  static constexpr int kCheckers = 2,
-                       kCheckedKeys = kKeys / kCheckers;  ///< warps that look at V, keys of each
+  // As they are stored.
+  static constexpr int kRawRowBytes = kHead * static_cast<int>(sizeof(Raw)),
+                       kRawBoxBytes = kKeys * kRawRowBytes;
+  static constexpr int kRawLineBytes = kRawRowBytes < 128 ? kRawRowBytes : 128,
+                       kRawPanels = kRawRowBytes / kRawLineBytes;
+  static constexpr int kRawSlots = kFp8 ? 3 : 1;
+  static_assert(!kFp8 || (kRawPanels == 1 && kRows == kKeys),
+                "queries, keys and values of fp8 take the same slots");
+  static constexpr int kHelpers = 2,
+                       kHelperKeys = kKeys / kHelpers;  ///< warps that make boxes ready, keys of each
 };
 
 struct Sm90Params {
@@ -57,11 +80,18 @@ struct Checked {
   static constexpr int kEnd = -1;  ///< as `to`: no more blocks
 };
 
-/// Where V was not finite, in the keys of one checker: a bit per key, for each column.
+/// Where V was not finite, in the keys of one helper: a bit per key, for each column.
 template <class T>
 struct Marks {
-  static_assert(T::kCheckedKeys <= 64, "a bit per key");
+  static_assert(T::kHelperKeys <= 64, "a bit per key");
   unsigned long long nan[T::kHead], plus[T::kHead], minus[T::kHead];
+};
+
+/// What a slot of fp8 holds.
+struct Item {
+  enum Kind : int { queries, keys, values, end } kind;
+  Checked checked;  ///< of values
+  Tile tile;        ///< of queries
 };
 
 template <class T>
@@ -69,24 +99,31 @@ struct Shared {
   char q[T::kRows * T::kRowBytes];
   char k[T::kStages][T::kBoxBytes];
   char v[T::kStages][T::kBoxBytes];
-  Marks<T> marks[T::kStages][T::kCheckers];
-  bool marked[T::kStages][T::kCheckers];
+  char raw[T::kRawSlots][T::kFp8 ? T::kRawBoxBytes : 16];
+  Marks<T> marks[T::kStages][T::kHelpers];
+  bool marked[T::kStages][T::kHelpers];
   Tile tile;
   Checked checked[T::kStages];
+  Item items[T::kRawSlots];
   Barrier q_full, q_empty;
   Barrier k_full[T::kStages], k_empty[T::kStages];
   Barrier v_landed[T::kStages], v_full[T::kStages], v_empty[T::kStages];
+  Barrier raw_landed[T::kRawSlots], raw_empty[T::kRawSlots];
 
   __device__ void init_barriers() {
-    constexpr int kWarps = kConsumers / 32;
-    device::init_barrier(&q_full, 1);
+    constexpr int kWarps = kConsumers / 32, kFillers = T::kFp8 ? T::kHelpers : 1;
+    device::init_barrier(&q_full, kFillers);
     device::init_barrier(&q_empty, kWarps);
     for (int i = 0; i < T::kStages; ++i) {
-      device::init_barrier(k_full + i, 1);
+      device::init_barrier(k_full + i, kFillers);
       device::init_barrier(k_empty + i, kWarps);
       device::init_barrier(v_landed + i, 1);
-      device::init_barrier(v_full + i, T::kCheckers);
+      device::init_barrier(v_full + i, T::kHelpers);
       device::init_barrier(v_empty + i, kWarps);
+    }
+    for (int i = 0; i < T::kRawSlots; ++i) {
+      device::init_barrier(raw_landed + i, 1);
+      device::init_barrier(raw_empty + i, T::kHelpers);
     }
     device::publish_barriers();
   }
@@ -199,8 +236,8 @@ class TileList {
   int blocks_ = 0, longer_ = 0;  ///< of the tiles at hand, and how many tiles have more
 };
 
-/// By one warp: the tiles of this CTA one after the other, K and V of each block in turns. Every lane issues one of the copies of a
-/// box: a page of it, or as much of a page as it holds, in one panel.
+/// By one warp: the tiles of this CTA one after the other, K and V of each block in turns, queries behind a tile's first K. Every lane
+/// issues one of the copies of a box: a page of it, or as much of a page as it holds, in one panel.
 template <class T>
 class Feed {
  public:
@@ -218,26 +255,17 @@ class Feed {
       const int32_t* table = p_.attention.page_table + tile.request * p_.attention.page_table_stride;
       int page = page_of(tile, table, tile.first_block);
       bool owes_queries = true;
-      for (int block = tile.first_block; block < tile.end_block; ++block, at_.next()) {
+      for (int block = tile.first_block; block < tile.end_block; ++block) {
         const int page_after = block + 1 < tile.end_block ? page_of(tile, table, block + 1) : 0;
-        device::wait_for(s_.k_empty + at_.stage, at_.parity);
-        load(p_.k, s_.k[at_.stage], s_.k_full + at_.stage, tile, block, page);
-        if (owes_queries) load_queries(tile);
+        bring_keys(tile, block, page);
+        if (owes_queries) bring_queries(tile);
         owes_queries = false;
-        device::wait_for(s_.v_empty + at_.stage, at_.parity);
-        if (lane() == 0) s_.checked[at_.stage] = to_check(tile, block);
-        load(p_.v, s_.v[at_.stage], s_.v_landed + at_.stage, tile, block, page);
+        bring_values(tile, block, page);
         page = page_after;
       }
-      if (owes_queries) load_queries(tile);
+      if (owes_queries) bring_queries(tile);
     }
-    device::wait_for(&s_.q_empty, q_parity_);
-    device::wait_for(s_.v_empty + at_.stage, at_.parity);
-    if (lane() != 0) return;
-    s_.tile.head_kv = -1;
-    device::arrive(&s_.q_full);
-    s_.checked[at_.stage].to = Checked::kEnd;
-    device::arrive(s_.v_landed + at_.stage);
+    end();
   }
 
  private:
@@ -246,30 +274,25 @@ class Feed {
   /// Of this lane's copy. A page that does not exist arrives as zeros: that of keys which no row sees.
   __device__ __forceinline__ int page_of(const Tile& tile, const int32_t* table, int block) const {
     const int key = block * T::kKeys + token_;
-    const bool seen = lane() < copies_ * T::kPanels && key < tile.last_key(tile.tokens - 1) &&
+    const bool seen = lane() < copies_ * T::kRawPanels && key < tile.last_key(tile.tokens - 1) &&
                       key + (1 << p_.copy_log2) > tile.first_key(0, p_.attention.window);
     return seen ? table[key >> p_.page_log2] : p_.attention.pages;
   }
   __device__ __forceinline__ void load(const CUtensorMap& map, char* box, Barrier* full, const Tile& tile,
                                        int block, int page) const {
-    if (lane() == 0) device::arrive_and_expect(full, T::kBoxBytes);
+    if (lane() == 0) device::arrive_and_expect(full, T::kRawBoxBytes);
     __syncwarp();
-    if (lane() >= copies_ * T::kPanels) return;
+    if (lane() >= copies_ * T::kRawPanels) return;
     const int slot = (block * T::kKeys + token_) & ((1 << p_.page_log2) - 1);
-    device::tensor_load(box + panel_ * T::kPanelBytes + token_ * 128, &map, full, 0, slot, panel_,
+    device::tensor_load(box + (panel_ * T::kKeys + token_) * T::kRawLineBytes, &map, full, 0, slot, panel_,
                         tile.head_kv, page);
   }
-  __device__ __forceinline__ void load_queries(const Tile& tile) {
-    device::wait_for(&s_.q_empty, q_parity_);
-    q_parity_ ^= 1;
+  __device__ __forceinline__ void load_queries(char* to, Barrier* full, const Tile& tile) const {
     const int group = p_.attention.group;
-    if (lane() == 0) {
-      s_.tile = tile;
-      device::arrive_and_expect(&s_.q_full, group * p_.tile_tokens * T::kRowBytes);
-    }
+    if (lane() == 0) device::arrive_and_expect(full, group * p_.tile_tokens * T::kRawRowBytes);
     __syncwarp();
-    if (lane() >= T::kPanels) return;
-    device::tensor_load(s_.q + lane() * T::kQueryPanelBytes, &p_.q, &s_.q_full, 0, tile.head_kv * group,
+    if (lane() >= T::kRawPanels) return;
+    device::tensor_load(to + lane() * T::kRows * T::kRawLineBytes, &p_.q, full, 0, tile.head_kv * group,
                         tile.row, lane(), 0);
   }
   __device__ __forceinline__ Checked to_check(const Tile& tile, int block) const {
@@ -278,87 +301,66 @@ class Feed {
     return {max(0, tile.first_key(0, window) - begin), min(T::kKeys, tile.last_key(tile.tokens - 1) - begin)};
   }
 
+  __device__ __forceinline__ void bring_keys(const Tile& tile, int block, int page) {
+    if constexpr (T::kFp8) {
+      bring({.kind = Item::keys}, [&](char* to, Barrier* full) { load(p_.k, to, full, tile, block, page); });
+    } else {
+      device::wait_for(s_.k_empty + at_.stage, at_.parity);
+      load(p_.k, s_.k[at_.stage], s_.k_full + at_.stage, tile, block, page);
+    }
+  }
+  __device__ __forceinline__ void bring_queries(const Tile& tile) {
+    if constexpr (T::kFp8) {
+      bring({.kind = Item::queries, .tile = tile},
+            [&](char* to, Barrier* full) { load_queries(to, full, tile); });
+    } else {
+      device::wait_for(&s_.q_empty, q_parity_);
+      q_parity_ ^= 1;
+      if (lane() == 0) s_.tile = tile;
+      load_queries(s_.q, &s_.q_full, tile);
+    }
+  }
+  __device__ __forceinline__ void bring_values(const Tile& tile, int block, int page) {
+    if constexpr (T::kFp8) {
+      bring({.kind = Item::values, .checked = to_check(tile, block)},
+            [&](char* to, Barrier* full) { load(p_.v, to, full, tile, block, page); });
+    } else {
+      device::wait_for(s_.v_empty + at_.stage, at_.parity);
+      if (lane() == 0) s_.checked[at_.stage] = to_check(tile, block);
+      load(p_.v, s_.v[at_.stage], s_.v_landed + at_.stage, tile, block, page);
+      at_.next();
+    }
+  }
+  __device__ __forceinline__ void end() {
+    if constexpr (T::kFp8) {
+      bring({.kind = Item::end}, [](char*, Barrier* full) {
+        if (lane() == 0) device::arrive(full);
+      });
+    } else {
+      device::wait_for(&s_.q_empty, q_parity_);
+      device::wait_for(s_.v_empty + at_.stage, at_.parity);
+      if (lane() != 0) return;
+      s_.tile.head_kv = -1;
+      device::arrive(&s_.q_full);
+      s_.checked[at_.stage].to = Checked::kEnd;
+      device::arrive(s_.v_landed + at_.stage);
+    }
+  }
+  /// Through a slot.
+  template <class Copy>
+  __device__ __forceinline__ void bring(const Item& item, Copy&& copy) {
+    device::wait_for(s_.raw_empty + raw_.stage, raw_.parity);
+    if (lane() == 0) s_.items[raw_.stage] = item;
+    copy(s_.raw[raw_.stage], s_.raw_landed + raw_.stage);
+    raw_.next();
+  }
+
   const Sm90Params& p_;
   Shared<T>& s_;
   const int copies_, panel_, token_;
   device::RingPosition<T::kStages> at_{.stage = 0, .parity = 1};
+  device::RingPosition<T::kRawSlots> raw_{.stage = 0, .parity = 1};
   uint32_t q_parity_ = 1;
-};
-
-/// By a warp for its share of the keys: blocks of V that some rows of their tile see in part. A weight of zero does not keep a NaN
-/// away, 0 x NaN is NaN: what is not finite there becomes zero, and marks say which keys had it for the rows that see them.
-template <class T>
-class Check {
- public:
-  __device__ __forceinline__ Check(Shared<T>& shared, int checker) : s_(shared), checker_(checker) {}
-
-  __device__ __forceinline__ void run() {
-    for (device::RingPosition<T::kStages> at;; at.next()) {
-      device::wait_for(s_.v_landed + at.stage, at.parity);
-      const Checked checked = s_.checked[at.stage];
-      if (checked.to == Checked::kEnd) return;
-      if (checked.from < checked.to) check(at.stage, checked);
-      __syncwarp();
-      if (lane() == 0) device::arrive(s_.v_full + at.stage);
-    }
-  }
-
- private:
-  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-
-  __device__ __forceinline__ void check(int stage, const Checked& checked) {
-    Marks<T>& marks = s_.marks[stage][checker_];
-    bool& marked = s_.marked[stage][checker_];
-    if (marked) clear(marks);
-    bool found = false;
-    constexpr int kBytes = T::kCheckedKeys * 128, kAtOnce = 8;
-    static_assert(kBytes % (kAtOnce * 512) == 0);
-#pragma unroll 1
-    for (int i = 0; i < T::kPanels * kBytes; i += kAtOnce * 512) {
-      const int panel = i / kBytes;
-      char* at = s_.v[stage] + panel * T::kPanelBytes + checker_ * kBytes + i % kBytes + lane() * 16;
-      uint4 chunk[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) chunk[j] = *reinterpret_cast<const uint4*>(at + j * 512);
-      uint32_t sum = 0;  // of 0 x v: zero, or NaN
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        for (const uint32_t pair : {chunk[j].x, chunk[j].y, chunk[j].z, chunk[j].w})
-          asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0u));
-      }
-      if (sum == 0) continue;
-      for (int j = 0; j < kAtOnce; ++j) found = mark(stage, at + j * 512, checked, marks) || found;
-    }
-    device::publish_to_async_proxy();
-    const bool any = __any_sync(kAllLanes, found) != 0;
-    if (lane() == 0) marked = any;
-  }
-  __device__ __forceinline__ void clear(Marks<T>& marks) {
-    for (int i = lane(); i < T::kHead; i += 32) marks.nan[i] = marks.plus[i] = marks.minus[i] = 0;
-    __syncwarp();
-  }
-  /// Eight elements of a key.
-  __device__ __noinline__ bool mark(int stage, char* at, const Checked& checked, Marks<T>& marks) {
-    const int offset = static_cast<int>(at - s_.v[stage]) % T::kPanelBytes;
-    const int key = offset / 128, column = static_cast<int>(at - s_.v[stage]) / T::kPanelBytes * 64 +
-                                           ((offset / 16 ^ key) & 7) * 8;
-    const bool seen = key >= checked.from && key < checked.to;
-    bool found = false;
-    for (int i = 0; i < 8; ++i) {
-      uint16_t& element = reinterpret_cast<uint16_t*>(at)[i];
-      const uint32_t bits = element;
-      if ((bits & 0x7f80u) != 0x7f80u) continue;
-      element = 0;
-      if (!seen) continue;
-      auto* to = (bits & 0x7fu) != 0 ? marks.nan : (bits & 0x8000u) != 0 ? marks.minus : marks.plus;
-      atomicOr(to + column + i, 1ull << key % T::kCheckedKeys);
-      found = true;
-    }
-    return found;
-  }
-
-  Shared<T>& s_;
-  const int checker_;
 };
 
 }  // namespace vivace::prefill_sm90

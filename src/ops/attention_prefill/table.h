@@ -17,28 +17,48 @@ Status attention_prefill_sm90(const AttentionPrefillArgs& args, const Stream& st
 Facts attention_prefill_facts(const AttentionPrefillArgs& args);
 
 /// Keys come in blocks that are not those of attention_decode, so groups of keys, which promise its bits, are left to cuda.mma.
-inline constexpr Need kSm90PrefillNeeds[] = {{"head_dim", Need::power_of_two, 0},
-                                             {"head_dim", Need::at_least, 64},
-                                             {"head_dim", Need::at_most, 256},
-                                             {"group", Need::at_most, 128},
-                                             {"q", Need::dtype_in, dtypes_mask(DType::bf16)},
-                                             {"kv", Need::dtype_in, dtypes_mask(DType::bf16)},
-                                             {"page_tokens", Need::power_of_two, 0},
-                                             {"page_tokens", Need::at_least, 16},
-                                             {"page_tokens", Need::at_most, 256},
-                                             {"pages", Need::at_least, 1},
-                                             {"split_tokens", Need::equals, 0},
-                                             {"q_alignment", Need::multiple_of, 16},
-                                             {"k_alignment", Need::multiple_of, 16},
-                                             {"v_alignment", Need::multiple_of, 16},
-                                             {"output_alignment", Need::multiple_of, 16},
-                                             {"compute_capability", Need::equals, 90}};
+inline constexpr Need kSm90Bf16PrefillNeeds[] = {{"q", Need::dtype_in, dtypes_mask(DType::bf16)},
+                                                 {"kv", Need::dtype_in, dtypes_mask(DType::bf16)},
+                                                 {"head_dim", Need::power_of_two, 0},
+                                                 {"head_dim", Need::at_least, 64},
+                                                 {"head_dim", Need::at_most, 256},
+                                                 {"group", Need::at_most, 128},
+                                                 {"page_tokens", Need::power_of_two, 0},
+                                                 {"page_tokens", Need::at_least, 16},
+                                                 {"page_tokens", Need::at_most, 256},
+                                                 {"pages", Need::at_least, 1},
+                                                 {"split_tokens", Need::equals, 0},
+                                                 {"q_alignment", Need::multiple_of, 16},
+                                                 {"k_alignment", Need::multiple_of, 16},
+                                                 {"v_alignment", Need::multiple_of, 16},
+                                                 {"output_alignment", Need::multiple_of, 16},
+                                                 {"compute_capability", Need::equals, 90}};
+inline constexpr Need kSm90Fp8PrefillNeeds[] = {{"q", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
+                                                {"kv", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
+                                                {"output", Need::dtype_in, dtypes_mask(DType::bf16)},
+                                                {"key_scales", Need::equals, 0},
+                                                {"head_dim", Need::power_of_two, 0},
+                                                {"head_dim", Need::at_least, 64},
+                                                {"head_dim", Need::at_most, 128},
+                                                {"group", Need::at_most, 128},
+                                                {"page_tokens", Need::power_of_two, 0},
+                                                {"page_tokens", Need::at_least, 16},
+                                                {"page_tokens", Need::at_most, 256},
+                                                {"pages", Need::at_least, 1},
+                                                {"split_tokens", Need::equals, 0},
+                                                {"q_alignment", Need::multiple_of, 16},
+                                                {"k_alignment", Need::multiple_of, 16},
+                                                {"v_alignment", Need::multiple_of, 16},
+                                                {"output_alignment", Need::multiple_of, 16},
+                                                {"compute_capability", Need::equals, 90}};
 
 inline constexpr Row<AttentionPrefillArgs> kAttentionPrefillRows[] = {
 #if VIVACE_CUDA
-    {"sm90.tiles", Device::cuda, kSm90PrefillNeeds, attention_prefill_sm90,
-     "tiles of 128 query rows against blocks of 128 keys by warp-group products, fed by a warp group of "
-     "their own"},
+    {"sm90.tiles", Device::cuda, kSm90Bf16PrefillNeeds, attention_prefill_sm90,
+     "tiles of 128 query rows against blocks of 128 keys by warp-group products, fed by a warp group of its "
+     "own"},
+    {"sm90.fp8", Device::cuda, kSm90Fp8PrefillNeeds, attention_prefill_sm90,
+     "the same, fp8 widened to f16 on its way to the products"},
     {"cuda.mma", Device::cuda, kAttentionMmaNeeds, attention_prefill_cuda,
      "tiles of 128 query rows against blocks of 64 keys on tensor cores"},
 #endif
