@@ -12,7 +12,8 @@ namespace vivace::attention_sm90 {
 /// looks at a row of a piece, all of them side by side, then warps add up the values, row by row and in the order of their keys.
 template <class T>
 class Merge {
-  static constexpr int kColumns = T::kHead / 32;  ///< of a lane, which are neighbours
+  static constexpr int kMembers = kClusterCtas * T::kWarps;  ///< at most, of a chain of workers
+  static constexpr int kColumns = T::kHead / 32;             ///< of a lane, which are neighbours
   static constexpr int kLoad = kColumns < 4 ? kColumns : 4, kLoads = kColumns / kLoad;
   using Vector = device::Vec<float, kLoad>;
 
@@ -182,14 +183,17 @@ class Merge {
     }
     __syncthreads();
     if (!exists) return;
+    float2 ends[kMembers];
     float maximum = kNoKeys, weight = 0.f;
-    for (int i = chain.first; i <= chain.last; ++i)
-      maximum = fmaxf(maximum, shared_.ends[index(chain, i, row)].x);
+#pragma unroll
+    for (int i = 0; i < kMembers; ++i) {
+      ends[i] = {kNoKeys, 0.f};
+      if (chain.first + i <= chain.last) ends[i] = shared_.ends[index(chain, chain.first + i, row)];
+      maximum = fmaxf(maximum, ends[i].x);
+    }
     if (leads) {
-      for (int i = chain.first; i <= chain.last; ++i) {
-        const float2 part = shared_.ends[index(chain, i, row)];
-        weight = __fmaf_rn(part.y, factor(part.x, part.y, maximum), weight);
-      }
+#pragma unroll
+      for (const float2& part : ends) weight = __fmaf_rn(part.y, factor(part.x, part.y, maximum), weight);
       if (chain.from_before || chain.goes_on) {
         const int open = chain.from_before ? 0 : 1;
         if (row == 0) shared_.cluster_open[open] = unit;
@@ -207,25 +211,21 @@ class Merge {
 
   /// By a warp: row `row` of the CTA's share of a chain.
   __device__ __forceinline__ void add_up(const Chain& chain, int row) {
-    Vector sum[kLoads] = {};
-    constexpr int kAhead = 4;  // pieces whose loads are under way together
-#pragma unroll 1
-    for (int first = chain.first; first <= chain.last; first += kAhead) {
-      Vector values[kAhead][kLoads];
-      float factors[kAhead];
+    Vector values[kMembers][kLoads];  // all under way together
+    float factors[kMembers];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const Part part = shared_.parts[index(chain, min(first + a, chain.last), row)];
-        factors[a] = first + a <= chain.last ? part.factor : 0.f;
+    for (int i = 0; i < kMembers; ++i) {
+      const bool exists = chain.first + i <= chain.last;
+      const Part part = shared_.parts[index(chain, exists ? chain.first + i : chain.last, row)];
+      factors[i] = exists ? part.factor : 0.f;
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          values[a][i] = {};
-          if (first + a <= chain.last)
-            values[a][i] = *reinterpret_cast<const Vector*>(part.values + column(i));
-        }
+      for (int j = 0; j < kLoads; ++j) {
+        values[i][j] = {};
+        if (exists) values[i][j] = *reinterpret_cast<const Vector*>(part.values + column(j));
       }
-      add<kAhead>(sum, values, factors);
     }
+    Vector sum[kLoads] = {};
+    add<kMembers>(sum, values, factors);
     store(shared_.destinations[index(chain, chain.first, row)], sum);
   }
 
