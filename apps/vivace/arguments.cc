@@ -716,7 +716,10 @@ BenchServeArgs::Other parse_against(const BenchServeArgs& a, const std::string& 
   try {
     app.parse(text);
   } catch (const CLI::ParseError& error) {
-    throw CLI::ValidationError(fmt::format("--against '{}': {}", text, error.what()));
+    const std::vector<std::string> unknown = app.remaining();
+    throw CLI::ValidationError(fmt::format(
+        "--against '{}': {}", text,
+        unknown.empty() ? error.what() : fmt::format("a side has no '{}' of its own", unknown.front())));
   }
   if (urls.size() > 1) throw CLI::ValidationError("--against: --url is given twice, needs one");
   if (!urls.empty()) other.url = urls.front();
@@ -1111,7 +1114,7 @@ Parsed parse_command_line(int argc, char** argv) {
       "  vivace serve --model model.gguf                          serve it over HTTP\n"
       "  vivace bench serve --model model.gguf --report out.html  measure it under load\n"
       "  vivace ops explain --model model.gguf                    which code runs, and why\n\n"
-      "Each command has its own --help with examples.");
+      "Each command has its own --help with examples; `vivace help bench step` is the same.");
   app.get_formatter()->column_width(30);
   app.set_version_flag("--version", std::string("vivace ") + VIVACE_VERSION);
   app.require_subcommand(1);
@@ -1136,7 +1139,13 @@ Parsed parse_command_line(int argc, char** argv) {
   add_ops(app, ops, explain, schedule);
   add_doctor(app, doctor);
   try {
-    app.parse(argc, argv);
+    if (argc > 1 && std::string_view(argv[1]) == "help") {  // vivace help bench serve
+      std::vector<std::string> words{"--help"};             // read from the back
+      for (int i = argc; i-- > 2;) words.emplace_back(argv[i]);
+      app.parse(std::move(words));
+    } else {
+      app.parse(argc, argv);
+    }
   } catch (const CLI::Success& success) {
     return {std::monostate{}, report_success(app, success)};
   } catch (const CLI::ParseError& error) {

@@ -67,9 +67,12 @@ Status run_score(const ScoreArgs& args) {
   options.device = compute->device().device;
   options.ordinal = compute->device().ordinal;
   VIVACE_TRY_ASSIGN(const auto model, model::Model::load(*files.checkpoint, options));
-  VIVACE_TRY_ASSIGN(const std::vector<int32_t> ids,
-                    model::score_ids(*files.tokenizer,
-                                     {reinterpret_cast<const char*>(bytes.data()), bytes.size()}, separator));
+  int64_t most_ids = 0;
+  if (__builtin_mul_overflow(args.window, args.max_windows, &most_ids)) most_ids = 0;
+  VIVACE_TRY_ASSIGN(
+      const std::vector<int32_t> ids,
+      model::score_ids(*files.tokenizer, {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
+                       separator, most_ids));
   Dispatch dispatch;
   if (!o.prefer.empty()) VIVACE_TRY(dispatch.prefer(o.prefer));
   const Stream stream = compute->stream(&dispatch);

@@ -119,9 +119,10 @@ Result<ScoreResult> score_windows(Model& model, std::span<const int32_t> ids, co
 }  // namespace
 
 Result<std::vector<int32_t>> score_ids(const Tokenizer& tokenizer, std::string_view text,
-                                       int32_t separator_id) {
+                                       int32_t separator_id, int64_t most) {
   std::vector<int32_t> ids;
-  while (!text.empty()) {
+  const auto limit = most > 0 ? static_cast<size_t>(most) : SIZE_MAX;
+  while (!text.empty() && ids.size() < limit) {
     const size_t end = std::min(text.find('\0'), text.size());
     VIVACE_TRY_ASSIGN(const std::vector<int32_t> document,
                       tokenizer.encode(text.substr(0, end), SpecialTokens::as_text));
@@ -129,6 +130,7 @@ Result<std::vector<int32_t>> score_ids(const Tokenizer& tokenizer, std::string_v
     ids.push_back(separator_id);
     text.remove_prefix(std::min(end + 1, text.size()));
   }
+  ids.resize(std::min(ids.size(), limit));
   return ids;
 }
 

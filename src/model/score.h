@@ -26,9 +26,10 @@ struct ScoreResult {
 };
 
 /// The ids that score() reads: documents are separated by NUL, control tokens in them are plain text, and each document
-/// is followed by `separator_id`. The text after the last NUL is a document unless it is empty.
+/// is followed by `separator_id`. The text after the last NUL is a document unless it is empty. With `most` above 0 the ids
+/// end there, and documents behind it are not read.
 Result<std::vector<int32_t>> score_ids(const Tokenizer& tokenizer, std::string_view text,
-                                       int32_t separator_id);
+                                       int32_t separator_id, int64_t most = 0);
 
 /// Perplexity of `ids`: cut into windows that do not overlap, each read from an empty cache, all tokens of a window but
 /// its first predicted. A shorter window at the end counts when it has two tokens or more. Takes over the model's KV

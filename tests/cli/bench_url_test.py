@@ -259,7 +259,7 @@ class Usage(Case):
         self.fails(2, "--compare excludes --url", *bench, *url, "--compare", "a", "b")
         self.fails(2, "--compare", *bench, "--compare", "a")
         self.fails(2, "--against '--max-batch 0': --max-batch is '0'", *bench, "--model", HY3, "--against", "--max-batch 0")
-        self.fails(2, "--against '--seed 3': ", *bench, "--model", HY3, "--against", "--seed 3")
+        self.fails(2, "--against '--seed 3': a side has no '--seed' of its own\n", *bench, "--model", HY3, "--against", "--seed 3")
         self.fails(2, "needs --url or --model in it", *bench, *url, "--against", "--exact")
         self.fails(2, "--read-timeout is '0', needs a number above 0", *bench, *url, "--read-timeout", 0)
         self.fails(2, "--api-key-env is 'NO_SUCH_VARIABLE'", *bench, *url, "--api-key-env", "NO_SUCH_VARIABLE")

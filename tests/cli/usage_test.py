@@ -52,6 +52,11 @@ class UsageErrors(Case):
         self.fails(2, "there is no command 'server'", "server", "--help")
         self.fails(2, "there is no command 'dance'", "bench", "dance", "--help")
         self.fails(2, "there is no command 'extra'", "--version", "extra")
+        self.fails(2, "there is no command 'dance'", "help", "bench", "dance")
+
+    def test_help_as_a_word(self):
+        for command in ([], ["bench"], ["bench", "step"], ["ops", "schedule"]):
+            self.assertEqual(self.ok("help", *command).text, self.ok(*command, "--help").text)
 
     def test_missing_model_and_prompt(self):
         self.fails(2, "--model is required", "generate", "--prompt", "x")

@@ -41,6 +41,12 @@ TEST(ScoreIds, EachDocumentIsFollowedByTheSeparator) {
     const auto ids = model::score_ids(*tokenizer, text, 7);
     ASSERT_TRUE(ids.ok());
     EXPECT_EQ(*ids, expected);
+    for (size_t most = 1; most <= expected.size() + 1; ++most) {
+      const auto some = model::score_ids(*tokenizer, text, 7, static_cast<int64_t>(most));
+      ASSERT_TRUE(some.ok());
+      EXPECT_EQ(*some,
+                std::vector<int32_t>(expected.begin(), expected.begin() + std::min(most, expected.size())));
+    }
   }
   EXPECT_TRUE(model::score_ids(*tokenizer, "", 7)->empty());
 }
