@@ -295,8 +295,10 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
                                               bool up_first, uint8_t* smem, device::Barrier* full,
                                               device::Barrier* empty, device::RingPosition<T::kStages>& at,
                                               ScaleRing& scale_ring, PairTalk<T>& talk) {
-  const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // What a lane got from another is known to be the warp's: addresses of operands then are uniform registers, which the products take
+  // them from, and not 32 moves to such a stage.
+  const int group = __shfl_sync(device::kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   const int column = tile.column + rank * T::kOwnColumns;
   const auto release = [&](uint32_t stage) {
     __syncwarp();
@@ -329,7 +331,7 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
       return operand & ~uint64_t{0xffffffffu} | (static_cast<uint32_t>(operand) + by);
     };
     for (int step = 0; step < steps; ++step, at.next()) {
-      const uint32_t of_stage = at.stage * (T::kStageBytes / 16);
+      const uint32_t of_stage = __shfl_sync(device::kAllLanes, at.stage, 0) * (T::kStageBytes / 16);
       float next_scale = 0.f, next_up_scale = 0.f;
       if constexpr (T::kBlockScales) {
         const int ahead = min(step + 1, steps - 1);
