@@ -421,8 +421,9 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
                                               bool up_first, uint8_t* smem, device::Barrier* full,
                                               device::Barrier* empty, device::RingPosition<T::kStages>& at) {
   constexpr bool kGated = T::kGated;
-  const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int group =
+      __shfl_sync(device::kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);  // see sm90_tall.cu
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   const WideSums<T, E, kN> result{
       p,    tile,    smem + T::kStages * T::kStageBytes + group * (T::kOutBytes / T::kGroups), group, warp,
       lane, up_first};
@@ -453,7 +454,7 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
   float products[kUnderWay][T::kPromotes ? kOfPart / 2 : 1];
   [[maybe_unused]] uint32_t before = at.stage;
   for (int step = 0; step < steps; ++step, at.next()) {
-    const uint8_t* stage = smem + at.stage * T::kStageBytes;
+    const uint8_t* stage = smem + __shfl_sync(device::kAllLanes, at.stage, 0) * T::kStageBytes;
     const uint8_t* b = stage + group * (64 * kRowBytes);
     const uint8_t* a = stage + T::kBBytes;
     float next_scale = 0.f, next_up_scale = 0.f;
