@@ -48,8 +48,7 @@ struct Tile {
   static constexpr int kXBytes = kRows * kRowBytes, kTermBytes = kColumns * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kTerms * kTermBytes;
   // Sums of the tile, where the ring was: rows shifted against each other, so that eight of them meet all banks.
-  static constexpr int kPitch = kColumns + 8;
-  static constexpr int kSumBytes = (kRows + kMostCtas - 1) * kPitch * static_cast<int>(sizeof(float));
+  static constexpr int kPitch = kColumns + 8, kSumBytes = kRows * kPitch * static_cast<int>(sizeof(float));
   // Small tiles leave room for a second CTA, so that the next call's weights come while this one is added up.
   static constexpr int kCtasPerSm = kRows * kColumns <= 128 * 64 ? 2 : 1;
   static constexpr int kRoom = kCtasPerSm == 2 ? 110 << 10 : 224 << 10;
@@ -59,42 +58,53 @@ struct Tile {
   static_assert(kStages >= 2);
 };
 
-/// Adds up the parts of a CTA's share of a tile's rows and stores the scores: `rows` from `row0`, and experts from `column0`.
-/// There are as many parts as CTAs, at most kMost and more than half as many, each rows_of_cta rows behind the one before.
+/// Adds up what a cluster's CTAs, at most kMost of them and more than half as many, have of a share of a tile's rows, and stores
+/// the scores: `rows` from `row0`, and experts from `column0`. `sums` are this CTA's of the first of them.
 template <int kTerms, class T, int kMost>
-__device__ __forceinline__ void store_rows(const Params& p, const float* parts, int ctas, int rows_of_cta,
-                                           int64_t row0, int rows, int64_t column0) {
+__device__ __forceinline__ void store_rows(const Params& p, const float* sums, int ctas, int64_t row0,
+                                           int rows, int64_t column0) {
   constexpr int kVectors = T::kColumns / 4;
+  constexpr int kAtOnce = T::kCtasPerSm == 2 ? 1 : 4;  // loads of a thread, other CTAs are far
+  const float* parts[kMost];
+#pragma unroll
+  for (int other = 0; other < kMost; ++other) parts[other] = kMost == 1 ? sums : device::in_cta(sums, other);
   const int columns = static_cast<int>(min(p.experts - column0, int64_t{T::kColumns}));
   const bool in_fours = p.scores_type == DType::f32 && columns % 4 == 0 &&
                         (reinterpret_cast<uintptr_t>(p.scores) | 4 * p.scores_stride | 4 * column0) % 16 == 0;
   auto* const to = static_cast<float*>(p.scores) + row0 * p.scores_stride + column0;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < rows * kVectors; i += T::kConsumers) {
-    const int row = i / kVectors, column = i % kVectors * 4;
-    if (column >= columns) continue;
-    Sums<4> part[kMost] = {};
+  const int vectors = rows * kVectors;
+  for (int i0 = threadIdx.x; i0 < vectors; i0 += kAtOnce * T::kConsumers) {
+    Sums<4> part[kAtOnce][kMost] = {};
 #pragma unroll
-    for (int other = 0; other < kMost; ++other) {
-      if (other > kMost / 2 && other >= ctas) continue;
-      part[other] =
-          *reinterpret_cast<const Sums<4>*>(parts + (other * rows_of_cta + row) * T::kPitch + column);
-    }
-    add_in_pairs<kTerms>(part);
-    Sums<4>& scores = part[0];
-    if (in_fours) {
-      if (p.bias != nullptr) {
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = i0 + j * T::kConsumers, row = i / kVectors, column = i % kVectors * 4;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) scores.v[c] += p.bias[column0 + column + c];
+      for (int other = 0; other < kMost; ++other) {
+        // Each is used below, and has arrived by then: a CTA whose sums are still on the way must not end.
+        if (i < vectors && column < columns && (other <= kMost / 2 || other < ctas))
+          part[j][other] = *reinterpret_cast<const Sums<4>*>(parts[other] + row * T::kPitch + column);
       }
-      // Said so, since a plain store is taken apart.
-      __stcg(reinterpret_cast<float4*>(to + row * p.scores_stride + column),
-             make_float4(scores.v[0], scores.v[1], scores.v[2], scores.v[3]));
-      continue;
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      if (column + c < columns) store_score(p, row0 + row, column0 + column + c, scores.v[c]);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int i = i0 + j * T::kConsumers, row = i / kVectors, column = i % kVectors * 4;
+      if (i >= vectors || column >= columns) continue;
+      add_in_pairs<kTerms>(part[j]);
+      Sums<4>& scores = part[j][0];
+      if (in_fours) {
+        if (p.bias != nullptr) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) scores.v[c] += p.bias[column0 + column + c];
+        }
+        // Said so, since a plain store is taken apart.
+        __stcg(reinterpret_cast<float4*>(to + row * p.scores_stride + column),
+               make_float4(scores.v[0], scores.v[1], scores.v[2], scores.v[3]));
+        continue;
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (column + c < columns) store_score(p, row0 + row, column0 + column + c, scores.v[c]);
+    }
   }
 }
 
@@ -267,37 +277,27 @@ __global__ __launch_bounds__(
   }
   device::wait_for_previous_kernel();  // it may write the bias, and read the scores
   device::let_next_kernel_start();
-  // Where the ring was, once nobody reads it any more, a CTA collects what the cluster's have of its share of the rows.
-  auto* const parts = reinterpret_cast<float*>(smem);
-  const auto put = [&](float* to, float* to_8_below) {
+  device::named_barrier(kAll, T::kConsumers);  // nobody reads the ring any more
+  float* const tile = reinterpret_cast<float*>(smem);
+  float* to = tile + (16 * warp + lane / 4) * T::kPitch + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < kColumns / 8; ++i) {
-      *reinterpret_cast<float2*>(to + 8 * i) = make_float2(sums[4 * i], sums[4 * i + 1]);
-      *reinterpret_cast<float2*>(to_8_below + 8 * i) = make_float2(sums[4 * i + 2], sums[4 * i + 3]);
-    }
-  };
-  const int row = 16 * warp + lane / 4, column = lane % 4 * 2;
-  if (ctas == 1) {
-    device::named_barrier(kAll, T::kConsumers);
-    put(parts + row * T::kPitch + column, parts + (row + 8) * T::kPitch + column);
-    device::named_barrier(kAll, T::kConsumers);
-  } else {
-    device::cluster_arrive_without_fence();
-    const auto place_of = [&](int of_row) {
-      const int owner = of_row / rows_of_cta;
-      return device::in_cta(parts + ((rank - owner) * rows_of_cta + of_row) * T::kPitch + column, owner);
-    };
-    float *const to = place_of(row), *const to_8_below = place_of(row + 8);
-    device::cluster_wait();
-    put(to, to_8_below);
-    device::cluster_barrier();
+  for (int i = 0; i < kColumns / 8; ++i) {
+    *reinterpret_cast<float2*>(to + 8 * i) = make_float2(sums[4 * i], sums[4 * i + 1]);
+    *reinterpret_cast<float2*>(to + 8 * i + 8 * T::kPitch) = make_float2(sums[4 * i + 2], sums[4 * i + 3]);
   }
+  if (ctas > 1) {
+    device::cluster_barrier();
+  } else {
+    device::named_barrier(kAll, T::kConsumers);
+  }
+
+  // This CTA's share of the rows, from all CTAs of the cluster.
   const int first_row = rank * rows_of_cta;
   const int rows =
       static_cast<int>(min(int64_t{min(first_row + rows_of_cta, T::kRows)}, p.tokens - row0)) - first_row;
   const auto store = [&](auto most) {
-    store_rows<kTerms, T, decltype(most)::value>(p, parts, ctas, rows_of_cta, row0 + first_row, rows,
-                                                 column0);
+    store_rows<kTerms, T, decltype(most)::value>(p, tile + first_row * T::kPitch, ctas, row0 + first_row,
+                                                 rows, column0);
   };
   if (ctas == 1) {
     store(std::integral_constant<int, 1>());
@@ -307,6 +307,11 @@ __global__ __launch_bounds__(
     store(std::integral_constant<int, 4>());
   } else {
     store(std::integral_constant<int, kMostCtas>());
+  }
+  __syncwarp();    // a cluster's barrier wants whole warps
+  if (ctas > 1) {  // nobody reads this CTA's sums any more
+    device::cluster_arrive_without_fence();
+    device::cluster_wait();
   }
 }
 
