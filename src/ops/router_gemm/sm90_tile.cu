@@ -51,6 +51,7 @@ struct Tile {
   static constexpr int kPitch = kColumns + 8, kSumBytes = kRows * kPitch * static_cast<int>(sizeof(float));
   // Small tiles leave room for a second CTA, so that the next call's weights come while this one is added up.
   static constexpr int kCtasPerSm = kRows * kColumns <= 128 * 64 ? 2 : 1;
+  static constexpr bool kAddsAnyNumber = kCtasPerSm == 2;
   static constexpr int kRoom = kCtasPerSm == 2 ? 110 << 10 : 224 << 10;
   static constexpr int kStages = std::min(kRoom / kStageBytes, 8);
   static constexpr int kRingBytes = std::max(kStages * kStageBytes, kSumBytes);
@@ -81,7 +82,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const float* sums, i
 #pragma unroll
       for (int other = 0; other < kMost; ++other) {
         // Each is used below, and has arrived by then: a CTA whose sums are still on the way must not end.
-        if (i < vectors && column < columns && (other <= kMost / 2 || other < ctas))
+        if (i < vectors && column < columns && (other < ctas || (!T::kAddsAnyNumber && other <= kMost / 2)))
           part[j][other] = *reinterpret_cast<const Sums<4>*>(parts[other] + row * T::kPitch + column);
       }
     }
@@ -299,7 +300,9 @@ __global__ __launch_bounds__(
     store_rows<kTerms, T, decltype(most)::value>(p, tile + first_row * T::kPitch, ctas, row0 + first_row,
                                                  rows, column0);
   };
-  if (ctas == 1) {
+  if (T::kAddsAnyNumber) {
+    store(std::integral_constant<int, kMostCtas>());
+  } else if (ctas == 1) {
     store(std::integral_constant<int, 1>());
   } else if (ctas == 2) {
     store(std::integral_constant<int, 2>());
