@@ -7,6 +7,7 @@
 #include "apps/vivace/commands.h"
 #include "apps/vivace/explain.h"
 #include "apps/vivace/output.h"
+#include "src/bench/report.h"
 
 namespace vivace::cli {
 
@@ -92,9 +93,8 @@ struct LayerGroup {
 
 std::string use_line(const model::OpUse& use) {
   std::string why = use.note;
-  for (const Refusal& r : use.choice.refused) {
-    why += fmt::format("{}{}: {}", why.empty() ? "" : "; ", r.row, r.reason);
-  }
+  const std::string refused = bench::refusals_text(use.choice.refused);
+  why += (why.empty() || refused.empty() ? "" : "; ") + refused;
   return fmt::format("  {:<20} {:<22} {}", use.op, use.choice.row.empty() ? "no row fits" : use.choice.row,
                      why);
 }

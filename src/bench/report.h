@@ -31,6 +31,8 @@ std::vector<RowUse> rows_since(const std::vector<RowUse>& now, const std::vector
 
 /// A table of them, each with its calls and its reasons.
 std::string rows_text(const std::vector<RowUse>& rows);
+/// Rows with their reasons, those that have the same together.
+std::string refusals_text(const std::vector<Refusal>& refused);
 
 /// A finished run with everything that is needed to repeat it.
 struct Report {

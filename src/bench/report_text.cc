@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "src/bench/report.h"
@@ -14,14 +15,25 @@ std::string ms(double value) {
 }
 
 std::string why(const RowUse& use) {
-  std::string text;
-  for (const Refusal& r : use.refused)
-    text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", r.row, r.reason);
   if (!use.explained) return "-";
+  std::string text = refusals_text(use.refused);
   return text.empty() ? "first in the table" : text;
 }
 
 }  // namespace
+
+std::string refusals_text(const std::vector<Refusal>& refused) {
+  std::string text;
+  for (auto first = refused.begin(); first != refused.end(); ++first) {
+    const auto alike = [&](const Refusal& other) { return other.reason == first->reason; };
+    if (std::find_if(refused.begin(), first, alike) != first) continue;
+    std::string rows;
+    for (auto r = first; r != refused.end(); ++r)
+      if (alike(*r)) rows += (rows.empty() ? "" : ", ") + r->row;
+    text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", rows, first->reason);
+  }
+  return text;
+}
 
 std::string rows_text(const std::vector<RowUse>& rows) {
   size_t op_width = 8, row_width = 3;

@@ -140,6 +140,11 @@ TEST(Rows, ComeFromMetrics) {
     EXPECT_TRUE(rows_of_metrics(odd).empty()) << odd;
 }
 
+TEST(Rows, ThoseWithOneReasonStandTogether) {
+  EXPECT_EQ(refusals_text({{"a", "x"}, {"b", "y"}, {"c", "x"}}), "a, c: x; b: y");
+  EXPECT_EQ(refusals_text({}), "");
+}
+
 TEST(Compare, PageStandsAloneAndEscapes) {
   Json a = run({{1, 1}}, {"x"});
   a["command"] = "<script>";
