@@ -46,7 +46,7 @@ struct Sizes {
   Sizes() = default;
   void set_bytes(int64_t workers, int64_t most_clusters, int64_t rows, int64_t head_dim) {
     constexpr auto kFloat = static_cast<int64_t>(sizeof(float));
-    parked_bytes = whole_lines(workers * rows * piece_pitch(static_cast<int>(head_dim)) * kFloat);
+    parked_bytes = whole_lines(workers * rows * head_dim * kFloat);
     partial_bytes = whole_lines(2 * most_clusters * rows * head_dim * kFloat);
     end_bytes = whole_lines(2 * most_clusters * rows * static_cast<int64_t>(sizeof(float2)));
   }

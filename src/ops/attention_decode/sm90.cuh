@@ -19,28 +19,22 @@ namespace vivace::attention_sm90 {
 template <class T>
 class Worker {
  public:
-  __device__ __forceinline__ Worker(const Sm90Params& p, Shared<T>& shared)
+  __device__ __forceinline__ Worker(const Sm90Params& p, Shared<T>& shared, const Starts& starts)
       : p_(p),
         shared_(shared),
         team_(1 << p.team_log2),
         member_((static_cast<int>(threadIdx.x) / 32) & (team_ - 1)),
         local_((static_cast<int>(threadIdx.x) / 32) >> p.team_log2),
         row0_(member_ * T::kRowsPerWarp),
-        list_(p, static_cast<int>(blockIdx.x) * (T::kWarps >> p.team_log2) + local_, shared.segments[local_]),
+        list_(p, starts, static_cast<int>(blockIdx.x) % kClusterCtas * (T::kWarps >> p.team_log2) + local_,
+              shared.segments[local_]),
         feed_(p, shared.segments[local_], ring(), shared.full[local_ * team_], T::kSlots * team_) {}
 
-  __device__ __forceinline__ void run() {
+  /// Pieces but the last go to `merge`; `open` becomes that, if the last segment is one.
+  __device__ __forceinline__ void run(Merge<T>& merge, OpenPiece<T>& open) {
     const int slots = T::kSlots * team_;
     Barrier* full = shared_.full[local_ * team_];
-    if (member_ == 0) {
-      if (threadIdx.x % 32 == 0) {
-#pragma unroll 1
-        for (int i = 0; i < slots; ++i) device::init_barrier(full + i, 1);
-        device::publish_barriers();
-      }
-    }
-    // Whatever the map says was cut: what no worker leaves has no rows.
-    if (member_ == 0 && threadIdx.x % 32 < 2) shared_.pieces[threadIdx.x % 32][local_].rows = 0;
+    open.clear();
     see_until(0, min(list_.count(), kSegments));
     int slot = 0, consumed = 0;
     uint32_t parity = 0;
@@ -53,6 +47,7 @@ class Worker {
         do {
           if (member_ == 0) feed_.top_up(consumed, early);
           if (!early) break;
+          if (list_.count() > 0) prefetch_queries(list_[0]);
           device::wait_for_previous_kernel();
           device::let_next_kernel_start();
           early = false;
@@ -65,7 +60,7 @@ class Worker {
       Queries<T> queries;
       queries.load(p_, segment, row0_);
       if (i + 1 < list_.count()) prefetch_queries(list_[i + 1]);
-      Sums<T> sums;
+      Sums<T>& sums = open.sums;
       sums.clear();
       Scores<T> scores;
       const int all_first = first_key(segment, segment.rows - 1), all_last = last_key(segment, 0);
@@ -108,7 +103,12 @@ class Worker {
       if (segment.begins && segment.ends) {
         finish(segment, sums);
       } else {
-        park(segment, sums, i == list_.count() - 1);
+        open.which = segment.begins ? 1 : 0;
+        Sums<T>::for_each_row([&](int b, int c) { open.places[b][c] = place_of(segment, b, c); });
+        if (i < list_.count() - 1) {
+          merge.park(open);
+          open.which = -1;
+        }
       }
     }
   }
@@ -226,44 +226,17 @@ class Worker {
         if (a.lse != nullptr && lane < 4) a.lse[row * a.lse_stride[0] + head * a.lse_stride[1]] = end.lse;
         const int64_t at = row * a.output_stride[0] + head * a.output_stride[1];
         sums.for_each_pair(b, c, [&](int d, float v0, float v1) {
-          v0 = sees_keys ? v0 * end.scale : 0.f;
-          v1 = sees_keys ? v1 * end.scale : 0.f;
-          if constexpr (T::kFp8) {
-            store_pair(a, at + d, v0, v1);
-          } else if (a.output_type == DType::bf16) {
-            static_cast<bf16*>(a.output)[at + d] = device::from_float<bf16>(v0);
-            static_cast<bf16*>(a.output)[at + d + 8] = device::from_float<bf16>(v1);
-          } else {
-            static_cast<float*>(a.output)[at + d] = v0;
-            static_cast<float*>(a.output)[at + d + 8] = v1;
-          }
+          store_two<T>(a, at + d, sees_keys ? v0 * end.scale : 0.f, sees_keys ? v1 * end.scale : 0.f);
         });
       }
     }
   }
-
-  /// Into the drained ring if this was the last segment, else into the workspace.
-  __device__ __forceinline__ void park(const Segment& segment, const Sums<T>& sums, bool last) {
-    const int which = segment.begins ? 1 : 0, lane = static_cast<int>(threadIdx.x) % 32;
-    const int rows = team_ * T::kRowsPerWarp;
-    float* to =
-        last ? reinterpret_cast<float*>(ring())
-             : p_.parked + (int64_t{blockIdx.x} * (T::kWarps >> p_.team_log2) + local_) * rows * T::kPitch;
-    float2* ends = shared_.piece_ends[which] + local_ * rows;
-#pragma unroll
-    for (int b = 0; b < T::kBlocks; ++b) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int r = row_of(b, c);
-        if (lane < 4) ends[r] = {sums.maximum[b][c], sums.weight[b][c]};
-        sums.for_each_pair(b, c, [&](int d, float v0, float v1) {
-          to[r * T::kPitch + d] = v0;
-          to[r * T::kPitch + d + (T::kFp8 ? 1 : 8)] = v1;
-        });
-      }
-    }
-    if (member_ == 0 && lane == 0)
-      shared_.pieces[which][local_] = {segment.head_kv, segment.row_begin, segment.rows, segment.keys, last};
+  /// Where row (b, c) of a segment goes.
+  __device__ __forceinline__ RowPlace place_of(const Segment& segment, int b, int c) const {
+    const int r = row_of(b, c), token = token_of_row(p_, r), row = segment.row_begin + token;
+    if (token >= segment.rows) return {0, -1};
+    return {last_key(segment, token) > 0 ? row : ~row,
+            segment.head_kv * p_.attention.group + r - token * p_.attention.group};
   }
 
   const Sm90Params& p_;
@@ -272,6 +245,22 @@ class Worker {
   WorkList<T> list_;
   Feed<T> feed_;
 };
+
+/// Barriers, and what is copied for the merge.
+template <class T>
+__device__ __forceinline__ void prepare(const Sm90Params& p, Shared<T>& shared) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane == 0) {
+    for (Barrier& full : shared.full[warp]) device::init_barrier(&full, 1);
+    device::init_barrier(&shared.arrived[warp], T::kWarps);
+    device::publish_barriers();
+  }
+  if (warp != 1) return;
+  for (int i = lane; i <= p.clusters; i += 32)
+    device::copy_16_async(&shared.cluster_starts[i],
+                          Starts::list(p) + min(i * workers_per_cluster(p), p.workers));
+  device::commit_copies();
+}
 
 template <class T>
 __global__ __launch_bounds__(T::kThreads, kCtasPerSm) void attention_decode_sm90_kernel(
@@ -287,11 +276,12 @@ __global__ __launch_bounds__(T::kThreads, kCtasPerSm) void attention_decode_sm90
     device::wait_for_previous_kernel();
     device::let_next_kernel_start();
   }
-  Merge<T> merge(p, shared);
-  merge.read_cuts();
-  Worker<T>(p, shared).run();
-  __syncthreads();
-  merge.run();
+  const Starts starts(p, workers_per_cluster(p), T::kBoxKeys);
+  prepare(p, shared);
+  Merge<T> merge(p, shared, starts);
+  OpenPiece<T> open;
+  Worker<T>(p, shared, starts).run(merge, open);
+  merge.run(open);
 }
 
 template <class T>

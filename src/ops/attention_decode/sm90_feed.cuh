@@ -7,15 +7,40 @@
 
 namespace vivace::attention_sm90 {
 
+/// What the schedule says about the workers of a cluster: lane i has the start of worker i, and that behind the last. Of a schedule
+/// for other shapes nothing is done. By a warp; all it asks for is under way together.
+struct Starts {
+  ScheduleView::Start of_lane;
+
+  __device__ __forceinline__ Starts(const Sm90Params& p, int members, int box_keys) {
+    using namespace schedule_map;
+    static_assert(kRequests == 0 && kHeadsKv == 1 && kTileTokens == 2 && kWorkers == 3);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int worker = static_cast<int>(blockIdx.x) / kClusterCtas * members + min(lane, members);
+    const int4 shapes = *reinterpret_cast<const int4*>(p.schedule);
+    of_lane = list(p)[min(worker, p.workers)];
+    if (shapes.x != p.attention.requests || shapes.y != p.attention.heads_kv ||
+        shapes.z != p.boxes_per_tile * box_keys || shapes.w != p.workers)
+      of_lane = {p.attention.requests, 0, 0, 0};
+  }
+  __device__ __forceinline__ static const ScheduleView::Start* list(const Sm90Params& p) {
+    return reinterpret_cast<const ScheduleView::Start*>(p.schedule + schedule_map::kHeaderInts);
+  }
+  /// The unit that the boundary before this start cuts; -1: none.
+  __device__ __forceinline__ static int cut_unit(const Sm90Params& p, const ScheduleView::Start& start) {
+    return start.tile > 0 ? start.request * p.attention.heads_kv + start.head_kv : -1;
+  }
+};
+
 /// The run of units of one worker, described kSegments at a time in shared memory.
 template <class T>
 class WorkList {
  public:
-  __device__ __forceinline__ WorkList(const Sm90Params& p, int worker, Segment* segments)
-      : p_(p), worker_(worker), segments_(segments) {
-    if (worker >= p.workers || !is_for(p.schedule, p, T::kBoxKeys)) return;
-    const Range range(p, starts() + worker);
-    count_ = max(0, range.end_unit - range.first_unit + (range.end_tile > 0 ? 1 : 0));
+  /// `member`: of the cluster's workers.
+  __device__ __forceinline__ WorkList(const Sm90Params& p, const Starts& starts, int member,
+                                      Segment* segments)
+      : p_(p), segments_(segments), range_(p, starts.of_lane, member) {
+    count_ = max(0, range_.end_unit - range_.first_unit + (range_.end_tile > 0 ? 1 : 0));
   }
   __device__ __forceinline__ int count() const { return count_; }
   __device__ __forceinline__ const Segment& operator[](int i) const { return segments_[i % kSegments]; }
@@ -26,16 +51,20 @@ class WorkList {
     const int i = first + lane;
     if (i >= limit) return;
     const Params& a = p_.attention;
-    const Range range(p_, starts() + worker_);
-    const int unit = range.first_unit + i, request = unit / a.heads_kv;
+    const int unit = range_.first_unit + i, request = unit / a.heads_kv;
+    // Likely the first page, whose id is asked for next.
+    const int64_t first_page =
+        int64_t{i == 0 ? range_.first_tile : 0} * p_.boxes_per_tile * T::kBoxKeys >> p_.page_log2;
+    if (first_page < a.max_pages)
+      device::prefetch_line(a.page_table + request * a.page_table_stride + first_page);
     const Request described(a, request);
     const ScheduleView::Record& record = records()[request];
     const int rows = min(described.rows, p_.max_query_tokens);
     // A request whose rows are not in q has none, and no keys that they see.
     const int boxes = rows == 0 || described.keys == 0 ? 0 : (described.keys - 1) / T::kBoxKeys + 1;
     const int first_seen = first_key_seen(p_, described.keys, rows) / T::kBoxKeys;
-    const int from = i == 0 ? range.first_tile : 0;
-    const int to = unit == range.end_unit ? range.end_tile : record.tiles;
+    const int from = i == 0 ? range_.first_tile : 0;
+    const int to = unit == range_.end_unit ? range_.end_tile : record.tiles;
     const auto box_of = [&](int tile) {
       const int64_t box = (int64_t{record.first_tile} + tile) * p_.boxes_per_tile;
       return static_cast<int>(box < first_seen ? min(first_seen, boxes) : box < boxes ? box : boxes);
@@ -56,26 +85,23 @@ class WorkList {
   struct Range {
     int first_unit, end_unit, first_tile, end_tile;
 
-    __device__ __forceinline__ Range(const Sm90Params& p, const ScheduleView::Start* start) {
+    __device__ __forceinline__ Range(const Sm90Params& p, const ScheduleView::Start& of_lane, int member) {
       const int heads = p.attention.heads_kv, units = p.attention.requests * heads;
-      const ScheduleView::Start first = start[0], end = start[1];
-      first_unit = min(max(first.request, 0) * heads + max(first.head_kv, 0), units);
-      end_unit = min(max(end.request, 0) * heads + max(end.head_kv, 0), units);
-      first_tile = first.tile;
-      end_tile = end_unit < units ? end.tile : 0;
+      const int unit = min(max(of_lane.request, 0) * heads + max(of_lane.head_kv, 0), units);
+      first_unit = __shfl_sync(kAllLanes, unit, member);
+      end_unit = __shfl_sync(kAllLanes, unit, member + 1);
+      first_tile = __shfl_sync(kAllLanes, of_lane.tile, member);
+      end_tile = __shfl_sync(kAllLanes, end_unit < units ? of_lane.tile : 0, member + 1);
     }
   };
-  __device__ __forceinline__ const ScheduleView::Start* starts() const {
-    return reinterpret_cast<const ScheduleView::Start*>(p_.schedule + schedule_map::kHeaderInts);
-  }
   __device__ __forceinline__ const ScheduleView::Record* records() const {
     return reinterpret_cast<const ScheduleView::Record*>(p_.schedule + schedule_map::records_at(p_.workers));
   }
 
   const Sm90Params& p_;
-  const int worker_;
   Segment* segments_;
-  int count_ = 0;
+  const Range range_;
+  int count_;
 };
 
 /// Keeps a worker's ring full. All lanes of one warp run it together, lane 0 issues the copies; K and V of a box in turns.

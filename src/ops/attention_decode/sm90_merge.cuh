@@ -2,131 +2,259 @@
 
 // How the sm90.* kernel puts together what it cut.
 
-#include "src/ops/attention_decode/sm90_shape.cuh"
+#include "src/ops/attention_decode/sm90_feed.cuh"
+#include "src/ops/attention_decode/sm90_products.cuh"
 #include "src/ops/decode_schedule/view.h"
 
 namespace vivace::attention_sm90 {
 
-/// Puts cut units together, when all workers of the cluster are done, in two rounds: workers of the cluster, through each
-/// other's shared memory, then clusters of the grid. All of it is latency, about four cycles an instruction: first a thread
-/// looks at a row of a piece, all of them side by side, then warps add up the values, row by row and in the order of their keys.
+/// What a warp did last, in registers: a piece of a unit that others have parts of, if it was one.
+template <class T>
+struct OpenPiece {
+  Sums<T> sums;
+  RowPlace places[T::kBlocks][2];
+  int which;  ///< 0: goes on with a unit, 1: begins one; -1: none
+
+  /// To one that has no keys and no rows.
+  __device__ __forceinline__ void clear() {
+    which = -1;
+    sums.clear();
+    Sums<T>::for_each_row([&](int b, int c) { places[b][c] = {0, -1}; });
+  }
+  __device__ __forceinline__ PieceEnd end(int b, int c) const {
+    return {sums.maximum[b][c], sums.weight[b][c], places[b][c]};
+  }
+  __device__ __forceinline__ void set_end(int b, int c, const PieceEnd& end) {
+    sums.maximum[b][c] = end.maximum;
+    sums.weight[b][c] = end.weight;
+    places[b][c] = end.place;
+  }
+};
+
+/// Four floats in the shared memory of another CTA of the cluster; their 16 bytes complete on that CTA's barrier.
+__device__ __forceinline__ void store_async(uint32_t to, const float4& v, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
+          to),
+      "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
+/// Puts cut units together, when all workers of the cluster are done, in two rounds, each in the order of their keys. Every warp adds
+/// up its own rows of all units of the cluster: workers send it those of their pieces, into its drained ring. What other clusters
+/// have of a unit goes through the L2, where the warp that is the last to leave its rows adds up again. Warps wait for what they are
+/// sent, for nothing else.
 template <class T>
 class Merge {
   static constexpr int kMembers = kClusterCtas * T::kWarps;  ///< at most, of a chain of workers
-  static constexpr int kColumns = T::kHead / 32;             ///< of a lane, which are neighbours
+  static constexpr int kColumns = T::kHead / 32;             ///< of a lane
   static constexpr int kLoad = kColumns < 4 ? kColumns : 4, kLoads = kColumns / kLoad;
+  static constexpr int kAtATime = 16;  ///< pieces of clusters whose values are under way together
   using Vector = device::Vec<float, kLoad>;
 
  public:
-  __device__ __forceinline__ Merge(const Sm90Params& p, Shared<T>& shared)
+  __device__ __forceinline__ Merge(const Sm90Params& p, Shared<T>& shared, const Starts& starts)
       : p_(p),
         shared_(shared),
-        workers_log2_(kCtaWarpsLog2 - p.team_log2),
-        members_(kClusterCtas << workers_log2_),
+        members_(workers_per_cluster(p)),
         rows_log2_((T::kBlocks == 2 ? 4 : 3) + p.team_log2),
-        share_log2_(rows_log2_ - kClusterLog2),
+        each_log2_(rows_log2_ - kClusterLog2 - kCtaWarpsLog2),
         warp_(static_cast<int>(threadIdx.x) / 32),
         lane_(static_cast<int>(threadIdx.x) % 32),
         cluster_(static_cast<int>(blockIdx.x) / kClusterCtas),
-        rank_(static_cast<int>(blockIdx.x) % kClusterCtas) {}
+        rank_(static_cast<int>(blockIdx.x) % kClusterCtas),
+        cuts_(p, starts, members_) {}
 
-  /// Before the walk: which boundaries cut a unit. A barrier of the CTA publishes it.
-  __device__ __forceinline__ void read_cuts() {
-    const int n = warp_ == 0 ? members_ : p_.clusters;
-    int* cuts = warp_ == 0 ? shared_.worker_cuts : shared_.cluster_cuts;
-    const auto* starts =
-        reinterpret_cast<const ScheduleView::Start*>(p_.schedule + schedule_map::kHeaderInts);
-    const bool cuts_any = is_for(p_.schedule, p_, T::kBoxKeys);
-    for (int i = lane_; warp_ < 2 && i <= n; i += 32) {
-      const int worker = warp_ == 0 ? cluster_ * members_ + i : i * members_;
-      const ScheduleView::Start start = starts[min(worker, p_.workers)];
-      cuts[i] = cuts_any && start.tile > 0 ? start.request * p_.attention.heads_kv + start.head_kv : -1;
-    }
-    if (warp_ != 1) return;
-    __syncwarp();
-#pragma unroll 1
-    for (int end = 0; end < 2; ++end) {
-      const ClusterChain chain = clusters_at(end);
-      if (lane_ == 0) {
-        shared_.open_at[end] = chain;
-        shared_.adds_up[end] = chain.first >= 0;
-      }
-    }
+  /// A piece of the warp's worker that will not be the last.
+  __device__ __forceinline__ void park(const OpenPiece<T>& piece) {
+    const int q = lane_ / 4, t = lane_ % 4;
+    Sums<T>::for_each_chunk([&](int b, int c, int k) { *parked(b, c, k) = piece.sums.chunk(b, c, k); });
+    if (q == 0)
+      Sums<T>::for_each_row(
+          [&](int b, int c) { shared_.parked_ends[warp_][8 * b + 2 * t + c] = piece.end(b, c); });
+    has_parked_ = true;
   }
 
-  __device__ __forceinline__ void run() {
-    const Cuts cuts(shared_.worker_cuts, members_);
-    if (cuts.begins == 0 && !cuts.from_before) return;
-    device::cluster_barrier();
-    look(cuts);
+  /// After the walk; `open` is the piece that it ended with.
+  __device__ __forceinline__ void run(OpenPiece<T>& open) {
+    if (!cuts_.any()) return;
+    device::wait_for_copies<0>();
     __syncthreads();
-    const int rows =
-        min(1 << share_log2_, p_.rows - (rank_ << share_log2_));  // of the CTA's share that exist
-    for (int row = warp_; row < rows; row += T::kWarps) {
-      unsigned begins = cuts.begins;
-      for (bool from_before = cuts.from_before; from_before || begins != 0; from_before = false) {
-        const int first = from_before ? 0 : __ffs(static_cast<int>(begins)) - 1;
-        if (!from_before) begins &= begins - 1;
-        add_up(cuts.chain_of(first, from_before ? 0 : 1), row);
-      }
-    }
-    device::cluster_arrive_without_fence();  // has read what it needed of the other
-#pragma unroll 1
-    for (int round = 0; round < 2; ++round) {
-      __syncthreads();  // partials of the CTA are written
-      if (lane_ == 0 && warp_ < 2 && shared_.adds_up[warp_])
-        shared_.adds_up[warp_] = arrives_last(shared_.open_at[warp_], round);
-      __syncthreads();
-      if (!shared_.adds_up[0] && !shared_.adds_up[1]) break;
-#pragma unroll 1
-      for (int end = 0; end < 2; ++end) {
-        if (!shared_.adds_up[end]) continue;
-        for (int row = warp_; row < rows; row += T::kWarps)
-          add_up_clusters(shared_.open_at[end], round, (rank_ << share_log2_) + row,
-                          shared_.cluster_open[end]);
-      }
-    }
+    // Both CTAs are here: their rings are drained, and their barriers can be used.
+    device::cluster_arrive_without_fence();
     device::cluster_wait();
+    send_pieces(open);
+    const ClusterChain before = clusters_at(0), behind = clusters_at(1);
+    device::wait_for_cluster_writes(&shared_.arrived[warp_], 0);
+    for (int i = 0; i < 1 << each_log2_; ++i) add_up(i);
+    add_up_clusters(before, behind);
   }
 
  private:
-  /// The cuts of a row of workers, a bit a worker.
+  /// Which workers of a cluster have pieces of cut units, a bit a worker.
   struct Cuts {
+    unsigned goes_on;       ///< with a unit that a worker before it began
     unsigned begins, ends;  ///< a cut unit begins in it, ends in it
-    bool from_before;       ///< the first of them goes on with one
     int members;
 
-    __device__ __forceinline__ Cuts(const int* boundaries, int n) : members(n) {
-      // Where the cut behind a worker is another than that before it, a unit begins in it, and one ends.
+    __device__ __forceinline__ Cuts(const Sm90Params& p, const Starts& starts, int n) : members(n) {
       const int lane = static_cast<int>(threadIdx.x) % 32;
-      const int before = lane < n ? boundaries[lane] : -1, behind = lane < n ? boundaries[lane + 1] : -1;
-      begins = __ballot_sync(kAllLanes, behind >= 0 && behind != before);
-      ends = __ballot_sync(kAllLanes, before >= 0 && behind != before);
-      from_before = __shfl_sync(kAllLanes, before, 0) >= 0;
+      const int before = Starts::cut_unit(p, starts.of_lane), behind = __shfl_down_sync(kAllLanes, before, 1);
+      // Where the cut behind a worker is another than that before it, a unit begins in it, and one ends.
+      goes_on = __ballot_sync(kAllLanes, lane < n && before >= 0);
+      begins = __ballot_sync(kAllLanes, lane < n && behind >= 0 && behind != before);
+      ends = __ballot_sync(kAllLanes, lane < n && before >= 0 && behind != before);
     }
-    /// Of the unit that worker `member` begins (`which` = 1) or goes on with (0); first = -1 without one.
+    __device__ __forceinline__ bool from_before() const { return goes_on & 1; }
+    __device__ __forceinline__ bool any() const { return begins != 0 || from_before(); }
+    /// Whether worker `member` has a piece that begins its unit (`which` = 1), or goes on with it.
+    __device__ __forceinline__ bool has(int member, int which) const {
+      return ((which == 1 ? begins : goes_on) >> member & 1) != 0;
+    }
+    /// Of the unit of such a piece; first = -1 without one.
     __device__ __forceinline__ Chain chain_of(int member, int which) const {
       const unsigned here = 1u << member, before = begins & (here - 1);
       const unsigned ends_behind = ends & ~(here - 1) & ~(which == 1 ? here : 0u);
       const bool continues = which == 0 && before == 0;
-      if (which == 1 ? (begins & here) == 0 : continues && !from_before) return {-1, -1, false, false};
+      if (which == 1 ? (begins & here) == 0 : continues && !from_before()) return {-1, -1, false, false};
       const int first = which == 1 ? member : continues ? 0 : 31 - __clz(static_cast<int>(before));
       const int last = ends_behind == 0 ? members - 1 : __ffs(static_cast<int>(ends_behind)) - 1;
       return {first, last, continues, ends_behind == 0};
     }
   };
 
+  __device__ __forceinline__ float4* parked(int b, int c, int k) const {
+    const int64_t warp = int64_t{blockIdx.x} * T::kWarps + warp_;
+    return reinterpret_cast<float4*>(p_.parked + warp * T::kRowsPerWarp * T::kHead) +
+           ((2 * b + c) * Sums<T>::kChunks + k) * 32 + lane_;
+  }
+
+  /// To each warp of the cluster its rows of the pieces that this warp's worker has. Whatever the walk left, what the cuts promise
+  /// is sent.
+  __device__ __forceinline__ void send_pieces(OpenPiece<T>& piece) {
+    const int member = (rank_ * T::kWarps + warp_) >> p_.team_log2;
+    const int row0 = (warp_ & ((1 << p_.team_log2) - 1)) * T::kRowsPerWarp;
+    OpenPiece<T> before;
+    if (has_parked_) {
+      Sums<T>::for_each_chunk([&](int b, int c, int k) { before.sums.set_chunk(b, c, k, *parked(b, c, k)); });
+      Sums<T>::for_each_row(
+          [&](int b, int c) { before.set_end(b, c, shared_.parked_ends[warp_][8 * b + lane_ % 4 * 2 + c]); });
+    }
+#pragma unroll 1
+    for (int which = 1; which >= 0; --which) {
+      if (!cuts_.has(member, which)) continue;
+      if (which != piece.which) {
+        if (has_parked_) {
+          piece = before;
+        } else {
+          piece.clear();
+        }
+      }
+      send(piece, which * members_ + member, row0);
+    }
+    // What the CTA stores itself is counted in warps, what the other one sends in bytes.
+    __syncwarp();
+    if (lane_ == warp_) {
+      const int each = members_ / kClusterCtas;
+      const unsigned others = ((1u << each) - 1) << (rank_ == 0 ? each : 0);
+      const int pieces = __popc(cuts_.goes_on & others) + __popc(cuts_.begins & others);
+      device::arrive_and_expect(&shared_.arrived[warp_],
+                                (pieces << each_log2_) * T::kPitch * int{sizeof(float)});
+    } else if (lane_ < T::kWarps) {
+      device::arrive(&shared_.arrived[lane_]);
+    }
+  }
+  __device__ __forceinline__ void send(const OpenPiece<T>& piece, int place, int row0) {
+    const int q = lane_ / 4, t = lane_ % 4;
+#pragma unroll
+    for (int b = 0; b < T::kBlocks; ++b) {
+      // A lane's two rows, which are neighbours, are those of one warp or of two beside each other.
+      const int r = row0 + 8 * b + 2 * t, owner = r >> each_log2_;
+      const int cta = owner / T::kWarps, warp = owner % T::kWarps;
+      float* to = shared_.inbox(warp, place, r & ((1 << each_log2_) - 1), each_log2_);
+      const bool same = each_log2_ > 0;
+      const int second =
+          same ? T::kPitch : T::kSlots * T::kBoxBytes / int{sizeof(float)};  // floats behind the first
+      if (cta == rank_) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c, to += second) {
+#pragma unroll
+          for (int k = 0; k < Sums<T>::kChunks; ++k)
+            *reinterpret_cast<float4*>(to + 4 * (8 * k + q)) = piece.sums.chunk(b, c, k);
+          if (q == 0) *reinterpret_cast<PieceEnd*>(to + T::kHead) = piece.end(b, c);
+        }
+      } else {
+        uint32_t there = device::address_in_cta(to, cta);
+        uint32_t barrier = device::address_in_cta(&shared_.arrived[warp], cta);
+        const uint32_t next = same ? 0 : sizeof(Barrier);
+#pragma unroll
+        for (int c = 0; c < 2; ++c, there += 4 * second, barrier += next) {
+#pragma unroll
+          for (int k = 0; k < Sums<T>::kChunks; ++k)
+            store_async(there + 16 * (8 * k + q), piece.sums.chunk(b, c, k), barrier);
+          if (q == 0) {
+            const PieceEnd end = piece.end(b, c);
+            store_async(there + 4 * T::kHead, *reinterpret_cast<const float4*>(&end), barrier);
+          }
+        }
+      }
+    }
+  }
+
+  /// By a warp, when all is there: the i-th of its rows, of all units.
+  __device__ __forceinline__ void add_up(int i) {
+    const int r = row(i), step = T::kPitch << each_log2_;
+    if (r >= p_.rows) return;
+    unsigned begins = cuts_.begins;
+#pragma unroll 1
+    for (bool from_before = cuts_.from_before(); from_before || begins != 0; from_before = false) {
+      const int first = from_before ? 0 : __ffs(static_cast<int>(begins)) - 1;
+      if (!from_before) begins &= begins - 1;
+      const Chain chain = cuts_.chain_of(first, from_before ? 0 : 1);
+      const int pieces = chain.last - chain.first + 1;
+      const float *going_on = inbox(0, first, i), *lead = from_before ? going_on : inbox(1, first, i);
+      float2 ends[kMembers];
+      Vector values[kMembers][kLoads];  // all under way together
+#pragma unroll
+      for (int j = 0; j < kMembers; ++j) {
+        const float* piece = j == 0 ? lead : going_on + j * step;
+        ends[j] = {kNoKeys, 0.f};
+        if (j < pieces) ends[j] = *reinterpret_cast<const float2*>(piece + T::kHead);
+#pragma unroll
+        for (int load = 0; load < kLoads; ++load) {
+          values[j][load] = {};
+          if (j < pieces) values[j][load] = *reinterpret_cast<const Vector*>(piece + column(load));
+        }
+      }
+      float maximum = kNoKeys, weight = 0.f;
+#pragma unroll
+      for (const float2& end : ends) maximum = fmaxf(maximum, end.x);
+      Vector sum[kLoads] = {};
+#pragma unroll
+      for (int j = 0; j < kMembers; ++j) {
+        const float factor = factor_of(ends[j].x, maximum);
+        weight = __fmaf_rn(ends[j].y, factor, weight);
+        add(sum, values[j], factor);
+      }
+      if (from_before || chain.goes_on) {
+        leave_open((int64_t{2 * cluster_ + (from_before ? 0 : 1)} << rows_log2_) + r, maximum, weight, sum);
+      } else {
+        finish(reinterpret_cast<const PieceEnd*>(lead + T::kHead)->place, maximum, weight, sum);
+      }
+    }
+  }
+
   /// The clusters that have a part of the unit that is open at end `end` of this one; first = -1: none, or the unit is that of end
   /// 0, which both cuts belong to. By a warp.
   __device__ __forceinline__ ClusterChain clusters_at(int end) const {
-    const int* cuts = shared_.cluster_cuts;
-    const int unit = cuts[cluster_ + end];
-    if (unit < 0 || (end == 1 && unit == cuts[cluster_])) return {-1, -1};
+    const auto cut = [&](int i) { return Starts::cut_unit(p_, shared_.cluster_starts[i]); };
+    const int unit = cut(cluster_ + end);
+    if (unit < 0 || (end == 1 && unit == cut(cluster_))) return {-1, -1};
     int first = cluster_ + end, last = first;
 #pragma unroll 1
     for (int base = 0; base <= p_.clusters; base += 32) {
       const int i = base + lane_;
-      const unsigned same = __ballot_sync(kAllLanes, i <= p_.clusters && cuts[min(i, p_.clusters)] == unit);
+      const unsigned same = __ballot_sync(kAllLanes, i <= p_.clusters && cut(min(i, p_.clusters)) == unit);
       if (same == 0) continue;
       first = min(first, base + __ffs(static_cast<int>(same)) - 1);
       last = max(last, base + 31 - __clz(static_cast<int>(same)));
@@ -144,185 +272,145 @@ class Merge {
     const int first = chain.first + ((cluster_ - chain.first) >> log2 << log2);
     return {first, min(1 << log2, chain.last - first + 1), 1, groups == 1};
   }
-  /// The CTA has left its share of what is open at an end of the cluster, or of a group: is it the last to do so? By a thread. The
-  /// clusters behind the first of a chain, which are open at their beginning for it alone, have its counters.
+  /// The warp has left its rows of what is open at an end of the cluster, or of a group: is it the last to do so? By a thread. The
+  /// clusters behind the first of a chain, which are open at their beginning for it alone, have its counters: 8 bits a warp.
   __device__ __forceinline__ bool arrives_last(const ClusterChain& chain, int round) const {
     const Pieces pieces = pieces_of(chain, round);
     if (round > 0 && pieces.count == 1) return false;  // all was added up in the first one
     const int counter = pieces.is_all ? 1 : 2 + ((cluster_ - chain.first) >> chain.group_log2());
     int* count =
         p_.schedule + schedule_map::arrivals_at(p_.workers) + (chain.first + counter) * kClusterCtas + rank_;
-    const bool last = device::add_acquire_release(count, 1) == pieces.count - 1;
-    if (last) *count = 0;
+    static_assert(ClusterChain::kMost < 256 && T::kWarps * 8 <= 32);
+    const int before = device::add_acquire_release(count, 1 << 8 * warp_);
+    const bool last = (before >> 8 * warp_ & 255) == pieces.count - 1;
+    if (last) atomicSub(count, pieces.count << 8 * warp_);
     return last;
   }
 
-  /// Of a CTA's share of the rows: what `look` finds out about row `row` of a piece.
-  __device__ __forceinline__ int index(const Chain& chain, int member, int row) const {
-    return ((2 * member + chain.which(member)) << share_log2_) + row;
-  }
-
-  /// A thread a row of a piece: where its values are, and what they are multiplied by; that of the first piece of a chain also
-  /// where the row goes.
-  __device__ __forceinline__ void look(const Cuts& cuts) {
-    const int t = static_cast<int>(threadIdx.x), piece = t >> share_log2_, member = piece / 2;
-    const int row = t & ((1 << share_log2_) - 1), r = (rank_ << share_log2_) + row;
-    Chain chain{-1, -1, false, false};
-    if (member < members_) chain = cuts.chain_of(member, piece % 2);
-    // A worker may go on with no unit, or be in the middle of one that a later worker of the cluster began to cut.
-    const bool exists = chain.first >= 0 && (piece % 2 == 1 || shared_.worker_cuts[member] >= 0);
-    const bool leads = exists && index(chain, chain.first, row) == t;
-    const auto cta = static_cast<uint32_t>(member >> workers_log2_);
-    const int local = member & ((1 << workers_log2_) - 1), rows = 1 << rows_log2_;
-    float2 end = {kNoKeys, 0.f};
-    Piece unit{};
-    if (exists) {
-      end = *device::in_cta(&shared_.piece_ends[piece % 2][local * rows + r], cta);
-      unit = *device::in_cta(&shared_.pieces[piece % 2][local], cta);
-      shared_.ends[t] = end;
-    }
-    __syncthreads();
-    if (!exists) return;
-    float2 ends[kMembers];
-    float maximum = kNoKeys, weight = 0.f;
-#pragma unroll
-    for (int i = 0; i < kMembers; ++i) {
-      ends[i] = {kNoKeys, 0.f};
-      if (chain.first + i <= chain.last) ends[i] = shared_.ends[index(chain, chain.first + i, row)];
-      maximum = fmaxf(maximum, ends[i].x);
-    }
-    if (leads) {
-#pragma unroll
-      for (const float2& part : ends) weight = __fmaf_rn(part.y, factor(part.x, part.y, maximum), weight);
-      if (chain.from_before || chain.goes_on) {
-        const int open = chain.from_before ? 0 : 1;
-        if (row == 0) shared_.cluster_open[open] = unit;
-        shared_.destinations[t] =
-            leave_open((int64_t{2 * cluster_ + open} << rows_log2_) + r, maximum, weight);
-      } else {
-        shared_.destinations[t] = end_row(unit, r, maximum, weight, true);
+  /// What is open at the beginning of the cluster, and at its end.
+  __device__ __forceinline__ void add_up_clusters(const ClusterChain& before, const ClusterChain& behind) {
+    const auto at = [&](bool end) {
+      return ClusterChain{end ? behind.first : before.first, end ? behind.last : before.last};
+    };
+    unsigned open = (before.first >= 0 ? 1 : 0) | (behind.first >= 0 ? 2 : 0);
+#pragma unroll 1
+    for (int round = 0; round < 2 && open != 0; ++round) {
+      __syncwarp();  // the warp's rows are written
+      const bool last = (open >> lane_ & 1) != 0 && arrives_last(at(lane_ != 0), round);
+      open = __ballot_sync(kAllLanes, last);
+#pragma unroll 1
+      for (unsigned ends = open; ends != 0; ends &= ends - 1) {
+        const bool end = (ends & 1) == 0;
+#pragma unroll 1
+        for (int i = 0; i < 1 << each_log2_; ++i) add_up_clusters(at(end), round, i, end);
       }
     }
-    const float* values = unit.in_ring
-                              ? device::in_cta(shared_.values(local << p_.team_log2) + r * T::kPitch, cta)
-                              : p_.parked + ((int64_t{cluster_} * members_ + member) * rows + r) * T::kPitch;
-    shared_.parts[t] = {values, factor(end.x, end.y, maximum)};
   }
-
-  /// By a warp: row `row` of the CTA's share of a chain.
-  __device__ __forceinline__ void add_up(const Chain& chain, int row) {
-    Vector values[kMembers][kLoads];  // all under way together
-    float factors[kMembers];
-#pragma unroll
-    for (int i = 0; i < kMembers; ++i) {
-      const bool exists = chain.first + i <= chain.last;
-      const Part part = shared_.parts[index(chain, exists ? chain.first + i : chain.last, row)];
-      factors[i] = exists ? part.factor : 0.f;
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        values[i][j] = {};
-        if (exists) values[i][j] = *reinterpret_cast<const Vector*>(part.values + column(j));
-      }
-    }
-    Vector sum[kLoads] = {};
-    add<kMembers>(sum, values, factors);
-    store(shared_.destinations[index(chain, chain.first, row)], sum);
-  }
-
-  /// By a warp: row `r` of a round's pieces of a unit; lanes look at them side by side. What a group leaves takes the place of its
-  /// first piece.
-  __device__ __forceinline__ void add_up_clusters(const ClusterChain& chain, int round, int r,
-                                                  const Piece& unit) {
-    constexpr int kPieces = ClusterChain::kAtATime;
+  /// By a warp: the i-th of its rows of a round's pieces of a unit; lanes look at them side by side. What a group leaves takes the
+  /// place of its first piece.
+  __device__ __forceinline__ void add_up_clusters(const ClusterChain& chain, int round, int i, bool at_end) {
+    const int r = row(i);
+    if (r >= p_.rows) return;
     const Pieces pieces = pieces_of(chain, round);
-    const auto place = [&](int i) {
-      const int cluster = pieces.first + i * pieces.step;
+    const auto place = [&](int j) {
+      const int cluster = pieces.first + j * pieces.step;
       return (int64_t{2 * cluster + (cluster == chain.first ? 1 : 0)} << rows_log2_) + r;
     };
     float2 end = {kNoKeys, 0.f};
     if (lane_ < pieces.count) end = p_.partial_ends[place(lane_)];
-    Vector values[kPieces][kLoads];  // all under way together
-#pragma unroll
-    for (int a = 0; a < kPieces; ++a) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        values[a][i] = {};
-        if (a < pieces.count)
-          values[a][i] = *reinterpret_cast<const Vector*>(p_.partials + place(a) * T::kHead + column(i));
-      }
-    }
-    const float maximum = device::warp_reduce<device::Max>(end.x), mine = factor(end.x, end.y, maximum);
-    const float weight = device::warp_reduce<device::Sum>(__fmul_rn(end.y, mine));
-    float factors[kPieces];
-#pragma unroll
-    for (int a = 0; a < kPieces; ++a) factors[a] = __shfl_sync(kAllLanes, mine, a);  // 0 beyond the last
+    const float *lead = p_.partials + place(0) * T::kHead,
+                *others = p_.partials + ((int64_t{2 * pieces.first} << rows_log2_) + r) * T::kHead;
+    const int64_t step = int64_t{2 * T::kHead * pieces.step} << rows_log2_;
+    float maximum = 0.f, weight = 0.f, mine = 0.f;
     Vector sum[kLoads] = {};
-    add<kPieces>(sum, values, factors);
-    store(
-        pieces.is_all ? end_row(unit, r, maximum, weight, lane_ == 0) : leave_open(place(0), maximum, weight),
-        sum);
+#pragma unroll 1
+    for (int from = 0; from < pieces.count; from += kAtATime) {
+      Vector values[kAtATime][kLoads];  // all under way together
+#pragma unroll
+      for (int j = 0; j < kAtATime; ++j, others += step) {
+        const float* piece = j == 0 && from == 0 ? lead : others;
+#pragma unroll
+        for (int load = 0; load < kLoads; ++load) {
+          values[j][load] = {};
+          if (from + j < pieces.count)
+            values[j][load] = *reinterpret_cast<const Vector*>(piece + column(load));
+        }
+      }
+      if (from == 0) {
+        maximum = device::warp_reduce<device::Max>(end.x);
+        mine = factor_of(end.x, maximum);  // 0 beyond the last
+        weight = device::warp_reduce<device::Sum>(__fmul_rn(end.y, mine));
+      }
+#pragma unroll
+      for (int j = 0; j < kAtATime; ++j) add(sum, values[j], __shfl_sync(kAllLanes, mine, from + j));
+    }
+    if (!pieces.is_all) return leave_open(place(0), maximum, weight, sum);
+    // The piece of this cluster says where the row goes.
+    const int which = at_end ? 1 : 0, member = at_end ? 31 - __clz(static_cast<int>(cuts_.begins)) : 0;
+    finish(reinterpret_cast<const PieceEnd*>(inbox(which, member, i) + T::kHead)->place, maximum, weight,
+           sum);
   }
 
-  __device__ __forceinline__ int column(int i) const {
-    return kColumns * lane_ + kLoad * i;
+  /// The i-th row that the warp adds up.
+  __device__ __forceinline__ int row(int i) const {
+    return ((rank_ * T::kWarps + warp_) << each_log2_) + i;
   }
-  template <int kPieces>
-  __device__ __forceinline__ static void add(Vector (&sum)[kLoads], const Vector (&values)[kPieces][kLoads],
-                                             const float (&factors)[kPieces]) {
+  __device__ __forceinline__ float* inbox(int which, int member, int i) const {
+    return shared_.inbox(warp_, which * members_ + member, i, each_log2_);
+  }
+  /// Of values a warp loads: as Sums::chunk has them, 4 (8 k + q) and on are chunk k of lanes q.
+  __device__ __forceinline__ int column(int load) const {
+    return kLoad * (lane_ + 32 * load);
+  }
+  __device__ __forceinline__ static void add(Vector (&sum)[kLoads], const Vector (&values)[kLoads],
+                                             float factor) {
 #pragma unroll
-    for (int a = 0; a < kPieces; ++a) {
+    for (int load = 0; load < kLoads; ++load) {
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-#pragma unroll
-        for (int e = 0; e < kLoad; ++e) sum[i].v[e] = __fmaf_rn(values[a][i].v[e], factors[a], sum[i].v[e]);
-      }
+      for (int e = 0; e < kLoad; ++e) sum[load].v[e] = __fmaf_rn(values[load].v[e], factor, sum[load].v[e]);
     }
   }
 
-  /// A row that others have a part of, as partial `at`. Returns where its values go.
-  __device__ __forceinline__ Destination leave_open(int64_t at, float maximum, float weight) const {
-    p_.partial_ends[at] = {maximum, weight};
-    return {at * T::kHead, 1.f, Destination::partials};
-  }
-  /// Ends row `r`, whose pieces are known: writes its lse. Returns where its values go.
-  __device__ __forceinline__ Destination end_row(const Piece& unit, int r, float maximum, float weight,
-                                                 bool writes_lse) const {
-    const Params& a = p_.attention;
-    const int token = token_of_row(p_, r), head = unit.head_kv * a.group + r - token * a.group;
-    if (token >= unit.rows) return {0, 0.f, Destination::nowhere};
-    const int64_t row = unit.row_begin + token;
-    const bool sees_keys = unit.keys - unit.rows + token + 1 > 0;
-    const RowEnd end(a, sees_keys, maximum, weight, head);
-    if (a.lse != nullptr && writes_lse) a.lse[row * a.lse_stride[0] + head * a.lse_stride[1]] = end.lse;
-    return {row * a.output_stride[0] + head * a.output_stride[1], end.scale,
-            sees_keys ? Destination::output : Destination::zeros};
-  }
-  __device__ __forceinline__ void store(const Destination& to, const Vector (&sum)[kLoads]) const {
-    if (to.kind == Destination::nowhere) return;
+  /// A row that other clusters have a part of, as partial `at`.
+  __device__ __forceinline__ void leave_open(int64_t at, float maximum, float weight,
+                                             const Vector (&sum)[kLoads]) const {
+    if (lane_ == 0) p_.partial_ends[at] = {maximum, weight};
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (to.kind == Destination::partials) {
-        *reinterpret_cast<Vector*>(p_.partials + to.at + column(i)) = sum[i];
-        continue;
-      }
+    for (int load = 0; load < kLoads; ++load)
+      *reinterpret_cast<Vector*>(p_.partials + at * T::kHead + column(load)) = sum[load];
+  }
+  /// A row whose pieces are added up.
+  __device__ __forceinline__ void finish(const RowPlace& place, float maximum, float weight,
+                                         const Vector (&sum)[kLoads]) const {
+    if (place.head < 0) return;
+    const Params& a = p_.attention;
+    const bool sees_keys = place.row >= 0;
+    const int64_t row = sees_keys ? place.row : ~place.row;
+    const RowEnd end(a, sees_keys, maximum, weight, place.head);
+    if (a.lse != nullptr && lane_ == 0) a.lse[row * a.lse_stride[0] + place.head * a.lse_stride[1]] = end.lse;
+    const int64_t at = row * a.output_stride[0] + place.head * a.output_stride[1];
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
 #pragma unroll
       for (int e = 0; e < kLoad; e += 2) {
-        const bool zeros = to.kind == Destination::zeros;
-        store_pair(p_.attention, to.at + column(i) + e, zeros ? 0.f : sum[i].v[e] * to.scale,
-                   zeros ? 0.f : sum[i].v[e + 1] * to.scale);
+        const int value = column(load) + e, k = value / 32, q = value % 32 / 4, step = 2 * k + value % 4 / 2;
+        const float v0 = sees_keys ? sum[load].v[e] * end.scale : 0.f,
+                    v1 = sees_keys ? sum[load].v[e + 1] * end.scale : 0.f;
+        store_two<T>(a, at + Sums<T>::dimension(step, q), v0, v1);
       }
     }
   }
 
   /// On a part's sums when they join others of this maximum; 0 for a part that saw nothing.
-  __device__ __forceinline__ static float factor(float part_maximum, float part_weight, float maximum) {
-    if (part_maximum == kNoKeys && part_weight == 0.f) return 0.f;
+  __device__ __forceinline__ static float factor_of(float part_maximum, float maximum) {
     return exp2_of(__fsub_rn(part_maximum, maximum == kNoKeys ? 0.f : maximum));
   }
 
   const Sm90Params& p_;
   Shared<T>& shared_;
-  const int workers_log2_, members_, rows_log2_, share_log2_, warp_, lane_, cluster_, rank_;
+  const int members_, rows_log2_, each_log2_, warp_, lane_, cluster_, rank_;
+  const Cuts cuts_;
+  bool has_parked_ = false;
 };
 
 }  // namespace vivace::attention_sm90

@@ -316,14 +316,47 @@ struct Sums {
     }
   }
 
-  /// Calls body(dimension, first value, second) for the pairs of a row; with kFp8 the second is of the next dimension, else of
-  /// dimension + 8.
+  /// Calls body(b, c) for the rows of a lane, 8 b + 2 t + c.
+  template <class Body>
+  __device__ __forceinline__ static void for_each_row(Body&& body) {
+#pragma unroll
+    for (int b = 0; b < T::kBlocks; ++b) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) body(b, c);
+    }
+  }
+  /// The dimension of the first of two values that lane 4 q + t has of a row and a step. The other one is the next with kFp8, else the
+  /// eighth behind it.
+  __device__ __forceinline__ static int dimension(int step, int q) {
+    return 16 * step + (T::kFp8 ? 2 * q : q);
+  }
+  /// Calls body(dimension, first value, second) for the pairs of a row.
   template <class Body>
   __device__ __forceinline__ void for_each_pair(int b, int c, Body&& body) const {
     const int q = static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < T::kHeadSteps; ++i)
-      body(16 * i + (T::kFp8 ? 2 * q : q), value[i][b][c], value[i][b][c + 2]);
+    for (int i = 0; i < T::kHeadSteps; ++i) body(dimension(i, q), value[i][b][c], value[i][b][c + 2]);
+  }
+
+  /// The same values four at a time: chunk k of a row has those of steps 2 k and 2 k + 1.
+  static constexpr int kChunks = T::kHeadSteps / 2;
+  template <class Body>
+  __device__ __forceinline__ static void for_each_chunk(Body&& body) {
+    for_each_row([&](int b, int c) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) body(b, c, k);
+    });
+  }
+  __device__ __forceinline__ float4 chunk(int b, int c, int k) const {
+    const float(&v0)[4] = value[2 * k][b], (&v1)[4] = value[2 * k + 1][b];
+    return {v0[c], v0[c + 2], v1[c], v1[c + 2]};
+  }
+  __device__ __forceinline__ void set_chunk(int b, int c, int k, const float4& chunk) {
+    float(&v0)[4] = value[2 * k][b], (&v1)[4] = value[2 * k + 1][b];
+    v0[c] = chunk.x;
+    v0[c + 2] = chunk.y;
+    v1[c] = chunk.z;
+    v1[c + 2] = chunk.w;
   }
 
  private:

@@ -37,8 +37,8 @@ struct Shape {
   static constexpr int kSlots = (96 << 10) / (kWarps * kBoxBytes);  ///< of a warp's share of a ring
   static constexpr int kRowsPerWarp = 8 * kBlocks;
   static constexpr int kPitch = piece_pitch(kHead);
-  static_assert(kRowsPerWarp * kPitch * 4 <= kSlots * kBoxBytes, "a drained ring holds a piece");
-  static_assert(2 * kWarps * kRowsPerWarp <= kThreads, "a thread a row of a piece of a CTA's share");
+  static_assert(2 * kRowsPerWarp * kPitch * 4 <= kSlots * kBoxBytes,
+                "a ring holds its share of the rows of two pieces a worker");
 
   /// Byte of 16-byte chunk `chunk` of key `key` in a box, as the copy engine permutes it: panels of at most 128 bytes.
   __device__ static int place(int key, int chunk) {
@@ -51,7 +51,7 @@ struct Sm90Params {
   CUtensorMap k, v;
   Params attention;
   int32_t* schedule;
-  float* parked;    ///< [workers][rows][pitch]: pieces that end before their worker does
+  float* parked;    ///< [workers][rows][head]: pieces that end before their worker does
   float* partials;  ///< [2 clusters][rows][head]: what a cluster leaves open at its beginning and at its end
   float2* partial_ends;  ///< [2 clusters][rows]: maximum, weight
   int workers, clusters;
@@ -66,6 +66,9 @@ struct Sm90Params {
 /// The counters of a schedule cover one per CTA.
 static_assert(decode_schedule_arrivals(1) >= kClusterCtas, "a grid of whole clusters has a counter per CTA");
 
+__device__ __forceinline__ int workers_per_cluster(const Sm90Params& p) {
+  return kClusterCtas << (kCtaWarpsLog2 - p.team_log2);
+}
 /// The token of row `r` of a unit.
 __device__ __forceinline__ int token_of_row(const Sm90Params& p, int r) {
   return r * p.group_inverse >> 16;
@@ -77,23 +80,21 @@ __device__ __forceinline__ int first_key_seen(const Sm90Params& p, int keys, int
   return window > 0 ? max(0, max(0, keys - rows + 1) - window) : 0;
 }
 
-/// Whether the schedule was made for this call's shapes: of another nothing is done.
-__device__ __forceinline__ bool is_for(const int32_t* schedule, const Sm90Params& p, int box_keys) {
-  using namespace schedule_map;
-  return schedule[kRequests] == p.attention.requests && schedule[kHeadsKv] == p.attention.heads_kv &&
-         schedule[kTileTokens] == p.boxes_per_tile * box_keys && schedule[kWorkers] == p.workers;
-}
-
 /// What a worker does of one unit (request, KV head), in one go. Boxes are counted from key 0.
 struct Segment {
   int request, head_kv, row_begin, rows, keys, first_box, end_box;
   bool begins, ends;  ///< with the unit
 };
 
-/// A segment that is not its whole unit, once it is done.
-struct Piece {
-  int head_kv, row_begin, rows, keys;
-  bool in_ring;  ///< else in Sm90Params::parked
+/// Where a row of a unit goes.
+struct RowPlace {
+  int row;   ///< of the output; ~row if it sees no keys
+  int head;  ///< query head; -1: there is no such row
+};
+/// Beside the values of a row of a piece: what they are measured from and add up to, and where the row goes.
+struct __align__(16) PieceEnd {
+  float maximum, weight;
+  RowPlace place;
 };
 
 /// Workers first .. last of a cluster have a unit together; first = -1: none.
@@ -108,48 +109,28 @@ struct Chain {
 struct ClusterChain {
   int first, last;
 
-  /// Pieces that are added up at a time. More than that are taken in groups, then what the groups left.
-  static constexpr int kAtATime = 16;
+  /// Pieces that are added up in one step, a lane each. More than that are taken in groups, then what the groups left.
+  static constexpr int kMost = 32;
   __device__ int count() const { return last - first + 1; }
-  __device__ int group_log2() const { return count() <= kAtATime || count() > 8 * kAtATime ? 4 : 3; }
+  __device__ int group_log2() const { return count() <= kMost ? 5 : count() > 128 ? 4 : 3; }
   __device__ int groups() const { return ((count() - 1) >> group_log2()) + 1; }
 };
-static_assert(kMaxCtas / kClusterCtas <= ClusterChain::kAtATime * ClusterChain::kAtATime,
-              "two rounds are enough");
+static_assert(kMaxCtas / kClusterCtas <= 16 * ClusterChain::kMost, "two rounds are enough");
 
-/// A row of a piece: its values, and what they are multiplied by when they join the others of their chain.
-struct __align__(16) Part {
-  const float* values;
-  float factor;
-};
-/// Where a row goes once its pieces are added up, and what its sums are multiplied by.
-struct __align__(16) Destination {
-  enum Kind : int32_t { nowhere, partials, output, zeros };
-  int64_t at;  ///< of the first value
-  float scale;
-  Kind kind;
-};
-
-/// Shared memory. Pieces: [0] continues one of the worker before, [1] begins its unit.
 template <class T>
 struct Shared {
   char ring[T::kWarps][T::kSlots][T::kBoxBytes];
   Barrier full[T::kWarps][T::kSlots];
+  Barrier arrived[T::kWarps];  ///< pieces of the rows that a warp adds up
   Segment segments[T::kWarps][kSegments];
-  Piece pieces[2][T::kWarps];
-  float2 piece_ends[2][T::kWarps * T::kRowsPerWarp];  ///< maximum, weight: [rows] per worker
-  Piece cluster_open[2];  ///< what the cluster leaves open at its beginning and at its end
-  /// The unit that the boundary before member i cuts, or -1: of workers of the cluster, of clusters.
-  int worker_cuts[kClusterCtas * T::kWarps + 1], cluster_cuts[kMaxCtas / kClusterCtas + 1];
-  /// Of rows of pieces, a thread each: the CTA's share of the rows of two pieces per worker of the cluster.
-  float2 ends[T::kThreads];
-  Part parts[T::kThreads];
-  Destination destinations[T::kThreads];
-  ClusterChain open_at[2];  ///< clusters that have a part of what is open at an end of this one
-  bool adds_up[2];          ///< there, this CTA: nothing else is left to come
+  PieceEnd parked_ends[T::kWarps][T::kRowsPerWarp];
+  ScheduleView::Start cluster_starts[kMaxCtas / kClusterCtas + 1];
 
-  /// Values of a piece in the drained ring of a worker that begins at warp `warp`.
-  __device__ float* values(int warp) { return reinterpret_cast<float*>(ring[warp][0]); }
+  /// Row `i` of those that warp `warp` adds up, of a piece in place `place`: its values, then its PieceEnd. In the ring, once the
+  /// workers of the cluster have drained theirs.
+  __device__ float* inbox(int warp, int place, int i, int each_log2) {
+    return reinterpret_cast<float*>(ring[warp][0]) + ((place << each_log2) + i) * T::kPitch;
+  }
 };
 
 /// A pair of neighbouring outputs; `at` is even and the row aligned to a pair.
@@ -159,6 +140,20 @@ __device__ __forceinline__ void store_pair(const Params& p, int64_t at, float v0
   } else {
     static_cast<float*>(p.output)[at] = v0;
     static_cast<float*>(p.output)[at + 1] = v1;
+  }
+}
+
+/// Two outputs of a row that a lane has, as Sums lays them over lanes.
+template <class T>
+__device__ __forceinline__ void store_two(const Params& p, int64_t at, float v0, float v1) {
+  if constexpr (T::kFp8) {
+    store_pair(p, at, v0, v1);
+  } else if (p.output_type == DType::bf16) {
+    static_cast<bf16*>(p.output)[at] = device::from_float<bf16>(v0);
+    static_cast<bf16*>(p.output)[at + 8] = device::from_float<bf16>(v1);
+  } else {
+    static_cast<float*>(p.output)[at] = v0;
+    static_cast<float*>(p.output)[at + 8] = v1;
   }
 }
 
