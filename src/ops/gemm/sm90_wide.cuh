@@ -54,9 +54,7 @@ struct WideTile {
   static constexpr int kListAt = kBarriersAt + kBarrierBytes;
   static constexpr int kSmemBytes = kListAt + kListBytes;
   static constexpr int kBoxRows = 32;  // of A, in a box of the tensor copy
-  // Stages of gathered A that are under way when one is declared full. Products of bf16 keep a stage longer.
-  static constexpr int kLate = kStages > (kPromotes ? 3 : 4) ? 2 : 1;
-  static_assert(kStages > kLate + !kPromotes && kRows >> kHalvings >= 32);
+  static_assert(kStages >= 3 && kRows >> kHalvings >= 32);
   static constexpr int kRegisters = kGroups == 2 ? 232 : 152;  // of a thread that multiplies
 };
 
@@ -85,7 +83,7 @@ struct Feed {
     }
   }
   /// Arrivals at a full barrier.
-  static constexpr int kArrivals = 1 + (T::kGather ? T::kProducers / 32 : T::kScaleBytes > 0 ? 32 : 0);
+  static constexpr int kArrivals = 1 + (T::kGather ? T::kProducers : T::kScaleBytes > 0 ? 32 : 0);
 
  private:
   /// By one thread: announces a stage and brings its part of B.
@@ -181,24 +179,17 @@ struct Feed {
     device::wait_for_copies<0>();  // nobody leaves with copies under way
   }
 
-  /// Of rows anywhere chunks of 16 bytes, 16 rows at once.
+  /// Of rows anywhere chunks of 16 bytes, 16 rows at once. They arrive when they are there; who multiplies publishes them.
   __device__ __forceinline__ void gather(TileWalk walk) const {
     constexpr int kRowsAtOnce = T::kProducers / kChunks, kCopies = T::kRows / kRowsAtOnce;
     constexpr int kScaleCopies = (T::kRows + T::kProducers - 1) / T::kProducers;
-    const int thread = static_cast<int>(threadIdx.x) - T::kConsumers, lane = thread % 32;
+    const int thread = static_cast<int>(threadIdx.x) - T::kConsumers;
     const int copy_row = thread / kChunks, chunk = thread % kChunks;
     const auto* a = static_cast<const uint8_t*>(p.a);
     const int64_t a_bytes = p.a_stride * static_cast<int64_t>(sizeof(E));
     const int k_bytes = static_cast<int>(p.k) * static_cast<int>(sizeof(E));
-    device::RingPosition<T::kStages> at, late;
+    device::RingPosition<T::kStages> at;
     at.parity = 1;
-    int under_way = 0;
-    const auto declare_full = [&] {  // what this thread wrote is seen by the products
-      device::publish_to_async_proxy();
-      __syncwarp();
-      if (lane == 0) device::arrive(full + late.stage);
-      late.next();
-    };
     WideTileAt tile;
     while (walk.next<T>(tile)) {
       const int row_steps = (tile.rows + 31) / 32;  // of 32
@@ -238,17 +229,11 @@ struct Feed {
             }
           }
         }
-        device::commit_copies();
-        if (under_way < T::kLate) {
-          ++under_way;
-          continue;
-        }
-        device::wait_for_copies<T::kLate>();
-        declare_full();
+        device::arrive_after_copies(full + at.stage);
       }
     }
-    device::wait_for_copies<0>();
-    for (; under_way > 0; --under_way) declare_full();
+    device::commit_copies();
+    device::wait_for_copies<0>();  // nobody leaves with copies under way
   }
 };
 
@@ -464,6 +449,7 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
       next_up_scale = kGated ? b_up_scales[ahead] : next_scale;
     }
     device::wait_for(full + at.stage, at.parity);
+    if constexpr (T::kGather) device::publish_to_async_proxy();  // copies of 16 bytes are ordinary stores
     uint32_t rows[kSlices][4];
     if constexpr (kParts > 1) {
 #pragma unroll
