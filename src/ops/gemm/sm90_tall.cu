@@ -36,14 +36,14 @@ struct TallTile {
   static constexpr int kOwnColumns = kGated ? kBRows / 2 : kBRows, kColumns = 2 * kOwnColumns;  // of y
   static constexpr int kShareRows = kBlockRows, kHalvings = 0;
   static constexpr bool kRowsFirst = false;
-  static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128, kWarps = kConsumers / 32;
+  static constexpr int kCtas = 2, kConsumers = 128 * kGroups, kThreads = kConsumers + 128,
+                       kWarps = kConsumers / 32;
   static constexpr int kBBytes = kBRows * kRowBytes, kABytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kBBytes + kABytes;
   static constexpr int kScaleBytes = kBlockScales ? kRows * kScaleSteps * 4 : 0;           // twice
   static constexpr int kOutBytes = 2048;                                                   // of a warp
   static constexpr int kLargestBytes = kBlockScales && kGated ? 2 * kBlocks * 16 * 4 : 0;  // of a warp
-  static constexpr int kListBytes =
-      (3 * kMostTallGroups + 1 + kThreads / 32) * static_cast<int>(sizeof(int32_t));
+  static constexpr int kListBytes = GroupList::bytes(kMostTallGroups, kHalvings, kThreads / 32);
   static constexpr int kMostStages = 8;
   static constexpr int kBarrierBytes =
       (2 * kMostStages + 4 + kWarps) * static_cast<int>(sizeof(device::Barrier));
@@ -470,9 +470,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
   auto* const scales_full = empty + T::kMostStages;
   auto* const scales_empty = scales_full + 2;
   auto* const of_warps = scales_empty + 2;
-  auto* const lists = reinterpret_cast<int32_t*>(smem + T::kListAt);
-  GroupList list{lists, lists + kMostTallGroups + 1, lists + 2 * kMostTallGroups + 1,
-                 lists + 3 * kMostTallGroups + 1};
+  GroupList list(reinterpret_cast<int32_t*>(smem + T::kListAt), kMostTallGroups);
   const auto rank = static_cast<int>(device::cluster_rank());
   if (threadIdx.x == 0) {
 #pragma unroll
@@ -494,8 +492,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
   device::wait_for_previous_kernel();
   device::let_next_kernel_start();
   list.template build<T>(p, column_tiles);
-  TileWalk walk{list, static_cast<int>(p.groups), static_cast<int>(gridDim.x / 2),
-                static_cast<int>(blockIdx.x / 2)};
+  TileWalk walk(list, p, static_cast<int>(gridDim.x / 2), static_cast<int>(blockIdx.x / 2));
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= T::kWarps) {
     device::give_up_registers<40>();

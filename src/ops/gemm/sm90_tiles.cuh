@@ -16,14 +16,27 @@
 
 namespace vivace::gemm {
 
-/// The groups with their rows clipped to those there are, and how many tiles come before each.
+/// The groups with their rows clipped to those there are, and the order of their tiles: groups of one tile first, so that what
+/// ends a kernel are the smaller tiles of the others.
 struct GroupList {
-  int32_t *tiles, *start, *rows;  ///< [groups + 1], [groups], [groups] in shared memory
-  int32_t* of_warp;               ///< [halvings + 1, warps]
-  int most_rows = 0;              ///< of a tile
+  int32_t* tiles;         ///< [groups + 1] before each place in that order, in shared memory
+  int32_t* group;         ///< [groups] of each place
+  int32_t *start, *rows;  ///< [groups]
+  int32_t* of_warp;       ///< [halvings + 1, 2, warps]
+  int most_rows = 0;      ///< of a tile
 
-  __device__ __forceinline__ int blocks_of(int group, int of_rows) const {
-    return static_cast<int>((static_cast<unsigned>(rows[group]) + of_rows - 1) / of_rows);
+  __device__ __forceinline__ GroupList(int32_t* memory, int most_groups)
+      : tiles(memory),
+        group(tiles + most_groups + 1),
+        start(group + most_groups),
+        rows(start + most_groups),
+        of_warp(rows + most_groups) {}
+  static constexpr int bytes(int most_groups, int halvings, int warps) {
+    return (4 * most_groups + 1 + (halvings + 1) * 2 * warps) * static_cast<int>(sizeof(int32_t));
+  }
+
+  __device__ __forceinline__ int blocks_of(int of, int of_rows) const {
+    return static_cast<int>((static_cast<unsigned>(rows[of]) + of_rows - 1) / of_rows);
   }
 
   /// By all threads of the CTA.
@@ -33,7 +46,7 @@ struct GroupList {
     const int groups = static_cast<int>(p.groups), each = (groups + T::kThreads - 1) / T::kThreads;
     const int first = static_cast<int>(threadIdx.x) * each, last = min(first + each, groups);
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    int mine[T::kHalvings + 1] = {};
+    int mine[T::kHalvings + 1][2] = {};  // tiles, and groups of one tile
     for (int g = first; g < last; ++g) {
       int64_t begin = 0, end = p.rows;
       if (p.group_start != nullptr) {
@@ -43,41 +56,57 @@ struct GroupList {
       start[g] = static_cast<int32_t>(begin);
       rows[g] = static_cast<int32_t>(max(end - begin, int64_t{0}));
 #pragma unroll
-      for (int h = 0; h <= T::kHalvings; ++h) mine[h] += blocks_of(g, T::kRows >> h) * column_tiles;
+      for (int h = 0; h <= T::kHalvings; ++h) {
+        const int blocks = blocks_of(g, T::kRows >> h);
+        mine[h][0] += blocks * column_tiles;
+        mine[h][1] += blocks == 1;
+      }
     }
 #pragma unroll
     for (int h = 0; h <= T::kHalvings; ++h) {
-      const int sum = __reduce_add_sync(device::kAllLanes, mine[h]);
-      if (lane == 0) of_warp[h * kWarps + warp] = sum;
+#pragma unroll
+      for (int v = 0; v < 2; ++v) {
+        const int sum = __reduce_add_sync(device::kAllLanes, mine[h][v]);
+        if (lane == 0) of_warp[(2 * h + v) * kWarps + warp] = sum;
+      }
     }
     __syncthreads();
     most_rows = T::kRows;
-    int inclusive = mine[0], before = 0, all = 0;
+    int own[2] = {mine[0][0], mine[0][1]}, before[2] = {}, all[2] = {};
 #pragma unroll
     for (int h = 0; h <= T::kHalvings; ++h) {
-      int all_of_h = 0, before_of_h = 0;
+      int all_of_h[2], before_of_h[2];
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        if (w < warp) before_of_h += of_warp[h * kWarps + w];
-        all_of_h += of_warp[h * kWarps + w];
+      for (int v = 0; v < 2; ++v) {
+        const int of_lane = lane < kWarps ? of_warp[(2 * h + v) * kWarps + lane] : 0;
+        before_of_h[v] = __reduce_add_sync(device::kAllLanes, lane < warp ? of_lane : 0);
+        all_of_h[v] = __reduce_add_sync(device::kAllLanes, of_lane);
       }
-      if (h == 0 || all_of_h <= static_cast<int>(gridDim.x)) {
-        most_rows = T::kRows >> h;
-        inclusive = mine[h], before = before_of_h, all = all_of_h;
-      }
-    }
-    const int own = inclusive;
+      if (h > 0 && all_of_h[0] > static_cast<int>(gridDim.x)) continue;
+      most_rows = T::kRows >> h;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(device::kAllLanes, inclusive, step);
-      if (lane >= step) inclusive += below;
+      for (int v = 0; v < 2; ++v) own[v] = mine[h][v], before[v] = before_of_h[v], all[v] = all_of_h[v];
     }
-    before += inclusive - own;
+#pragma unroll
+    for (int v = 0; v < 2; ++v) {
+      int inclusive = own[v];
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(device::kAllLanes, inclusive, step);
+        if (lane >= step) inclusive += below;
+      }
+      before[v] += inclusive - own[v];
+    }
     for (int g = first; g < last; ++g) {
-      tiles[g] = before;
-      before += blocks_of(g, most_rows) * column_tiles;
+      const int blocks = blocks_of(g, most_rows);
+      const int ones = before[1], of_others = before[0] - ones * column_tiles;
+      const int place = blocks == 1 ? ones : all[1] + g - ones;
+      group[place] = g;
+      tiles[place] = (blocks == 1 ? ones : all[1]) * column_tiles + (blocks == 1 ? 0 : of_others);
+      before[0] += blocks * column_tiles;
+      before[1] += blocks == 1;
     }
-    if (threadIdx.x == 0) tiles[groups] = all;
+    if (threadIdx.x == 0) tiles[groups] = all[0];
     __syncthreads();
   }
 };
@@ -87,33 +116,40 @@ struct WideTileAt {
   int32_t group, row, rows, column;
 };
 
-/// A warp's walk over every `stride`-th tile, in the order of groups. T::kShareRows: shares of a group's rows are as even as
+/// A warp's walk over one of every `walkers` tiles, there and back in turn: who has the last of one round has the first of the
+/// next, so that a round which is not full goes to those with small tiles. T::kShareRows: shares of a group's rows are as even as
 /// multiples of it can be. T::kRowsFirst: the tiles of a group that meet the same weights are neighbours, else those of the same rows.
 struct TileWalk {
   const GroupList& list;
-  int groups, stride, tile, group = 0;
+  const Problem& p;
+  int tile, step, place = 0;
+
+  __device__ __forceinline__ TileWalk(const GroupList& list, const Problem& p, int walkers, int walker)
+      : list(list), p(p), tile(walker), step(2 * (walkers - walker) - 1) {}
 
   template <class T>
   __device__ __forceinline__ bool next(WideTileAt& at) {
+    const auto groups = static_cast<int>(p.groups);
     if (tile >= list.tiles[groups]) return false;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (;;) {
-      const int ahead = min(group + 1 + lane, groups);
+      const int ahead = min(place + 1 + lane, groups);
       const int passed = __popc(__ballot_sync(device::kAllLanes, list.tiles[ahead] <= tile));
-      group += passed;
+      place += passed;
       if (passed < 32) break;
     }
-    const auto place = static_cast<unsigned>(tile - list.tiles[group]);
+    const int group = list.group[place];
+    const auto of_group = static_cast<unsigned>(tile - list.tiles[place]);
     const auto rows = static_cast<unsigned>(list.rows[group]);
-    unsigned column = place, begin = 0, count = rows;
+    unsigned column = of_group, begin = 0, count = rows;
     if (rows > static_cast<unsigned>(list.most_rows)) {
       const unsigned blocks = list.blocks_of(group, list.most_rows);
       unsigned block;
       if constexpr (T::kRowsFirst) {
-        column = place / blocks, block = place % blocks;
+        column = of_group / blocks, block = of_group % blocks;
       } else {
-        const unsigned columns = static_cast<unsigned>(list.tiles[group + 1] - list.tiles[group]) / blocks;
-        column = place % columns, block = place / columns;
+        const unsigned columns = static_cast<unsigned>(list.tiles[place + 1] - list.tiles[place]) / blocks;
+        column = of_group % columns, block = of_group / columns;
       }
       if constexpr (T::kShareRows == 1) {
         const unsigned each = rows / blocks, more = rows % blocks;  // the first `more` have one more
@@ -129,7 +165,8 @@ struct TileWalk {
     at.row = list.start[group] + static_cast<int>(begin);
     at.rows = static_cast<int>(count);
     at.column = static_cast<int>(column) * T::kColumns;
-    tile += stride;
+    tile += step;
+    step = 2 * (static_cast<int>(gridDim.x) / T::kCtas) - step;
     return true;
   }
 };

@@ -31,7 +31,8 @@ struct WideTile {
   static constexpr int kGroups = kGroups_;
   static constexpr int kBRows = 64 * kGroups;                    // of B, of gate and up together if gated
   static constexpr int kColumns = kGated ? kBRows / 2 : kBRows;  // of y
-  static constexpr int kConsumers = 128 * kGroups, kProducers = 128, kThreads = kConsumers + kProducers;
+  static constexpr int kCtas = 1, kConsumers = 128 * kGroups, kProducers = 128,
+                       kThreads = kConsumers + kProducers;
   static constexpr bool kPromotes = sizeof(E) == 1;
   static constexpr int kBBytes = kBRows * kRowBytes, kABytes = kRows * kRowBytes;
   static constexpr int kScaleBytes = kBlockScales ? (kRows * 4 + 1023) / 1024 * 1024 : 0;
@@ -44,8 +45,7 @@ struct WideTile {
   static constexpr int kShareRows = 1;
   static constexpr bool kRowsFirst = true;
   static constexpr int kHalvings = kRows == 64 ? 1 : kRows == 192 ? 2 : 3;
-  static constexpr int kListBytes =
-      (3 * kMostGroups + 1 + (kHalvings + 1) * kThreads / 32) * static_cast<int>(sizeof(int32_t));
+  static constexpr int kListBytes = GroupList::bytes(kMostGroups, kHalvings, kThreads / 32);
   static constexpr int kMostStages = 8,
                        kBarrierBytes = 2 * kMostStages * static_cast<int>(sizeof(device::Barrier));
   static constexpr int kRoom = 227 * 1024 - kOutBytes - kListBytes - kBarrierBytes;
@@ -521,8 +521,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   using Feeder = Feed<T, E>;
   auto* const full = reinterpret_cast<device::Barrier*>(smem + T::kBarriersAt);
   auto* const empty = full + T::kStages;
-  auto* const lists = reinterpret_cast<int32_t*>(smem + T::kListAt);
-  GroupList list{lists, lists + kMostGroups + 1, lists + 2 * kMostGroups + 1, lists + 3 * kMostGroups + 1};
+  GroupList list(reinterpret_cast<int32_t*>(smem + T::kListAt), kMostGroups);
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < T::kStages; ++i) {
@@ -536,7 +535,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   const bool early = !T::kGather && p.groups_known;
   if (!early) take_turn();
   list.template build<T>(p, column_tiles);
-  TileWalk walk{list, static_cast<int>(p.groups), static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x)};
+  TileWalk walk(list, p, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
 
   if (threadIdx.x >= T::kConsumers) {
     device::give_up_registers<40>();
