@@ -47,15 +47,17 @@ struct TallTile {
   static constexpr int kMostStages = 8;
   static constexpr int kBarrierBytes =
       (2 * kMostStages + 4 + kWarps) * static_cast<int>(sizeof(device::Barrier));
+  static constexpr int kTileBytes = kMostStages * static_cast<int>(sizeof(WideTileAt));
   static constexpr int kRest =
-      2 * kScaleBytes + kWarps * (kOutBytes + kLargestBytes) + kBarrierBytes + kListBytes;
+      2 * kScaleBytes + kWarps * (kOutBytes + kLargestBytes) + kTileBytes + kBarrierBytes + kListBytes;
   static constexpr int kStages = std::min((227 * 1024 - kRest) / kStageBytes, kMostStages);
   static constexpr int kScalesAt = kStages * kStageBytes, kOutAt = kScalesAt + 2 * kScaleBytes;
   static constexpr int kLargestAt = kOutAt + kWarps * kOutBytes;
-  static constexpr int kBarriersAt = kLargestAt + kWarps * kLargestBytes,
-                       kListAt = kBarriersAt + kBarrierBytes;
+  static constexpr int kTilesAt = kLargestAt + kWarps * kLargestBytes;
+  static constexpr int kBarriersAt = kTilesAt + kTileBytes, kListAt = kBarriersAt + kBarrierBytes;
   static constexpr int kSmemBytes = kListAt + kListBytes;
-  static constexpr int kRegisters = kGroups == 2 ? 232 : 152;  // of a thread that multiplies
+  static constexpr int kRegisters = kGroups == 2 ? 232 : 160;  // of a thread that multiplies
+  static constexpr int kFeedRegisters = kGroups == 2 ? 40 : 32;
   static_assert(kStages >= 4);
 };
 
@@ -98,6 +100,7 @@ struct PairFeed {
   /// By a warp. A stage is empty once it is in both CTAs.
   __device__ __forceinline__ void copy_boxes(TileWalk walk) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    auto* const tiles = reinterpret_cast<WideTileAt*>(smem + T::kTilesAt);
     device::RingPosition<T::kStages> at;
     at.parity = 1;
     WideTileAt tile;
@@ -109,6 +112,7 @@ struct PairFeed {
         uint8_t* const stage = smem + at.stage * T::kStageBytes;
         if (lane == 0) {
           device::wait_for(empty + at.stage, at.parity);
+          if (step == 0) tiles[at.stage] = tile;
           device::arrive_and_expect(full + at.stage, T::kBBytes + blocks * T::kBlockRows * kRowBytes);
           copy_b<T>(maps, stage, full + at.stage, k, column, tile.group);
         }
@@ -119,6 +123,10 @@ struct PairFeed {
         }
       }
     }
+    if (lane != 0) return;
+    device::wait_for(empty + at.stage, at.parity);
+    tiles[at.stage] = {};
+    device::arrive(full + at.stage);
   }
 
   /// Scales of rows of A, by another warp, in turn to two places. They arrive when they are there.
@@ -172,8 +180,11 @@ struct WarpOut {
 
   /// v[4 i + j]: row lane / 4 + 8 (j / 2), column 8 i + 2 (lane % 4) + j % 2.
   __device__ __forceinline__ void store_bf16(const float (&v)[64]) const {
-    device::bf16* const y = static_cast<device::bf16*>(p.y) + row * p.y_stride + column;
     constexpr int kHalf = 64;  // columns at once, 128 bytes of a row
+    const int first_row = lane / 8, chunk = lane % 8;
+    device::bf16* const y =
+        static_cast<device::bf16*>(p.y) + (row + first_row) * p.y_stride + column + 8 * chunk;
+    const int64_t four_rows = 4 * p.y_stride;
 #pragma unroll
     for (int half = 0; half < T::kOwnColumns / kHalf; ++half) {
       __syncwarp();  // what was there is stored
@@ -185,11 +196,15 @@ struct WarpOut {
         store_matrices(out + device::swizzled<128>(lane % 16, i + lane / 16), words);
       }
       __syncwarp();
-      const int chunk = lane % 8, at = kHalf * half + 8 * chunk;
+      uint4 of_rows[4];
 #pragma unroll
-      for (int r = lane / 8; r < 16; r += 4) {
-        const uint4 of_row = *reinterpret_cast<const uint4*>(out + device::swizzled<128>(r, chunk));
-        if (r < rows && column + at < p.n) *reinterpret_cast<uint4*>(y + r * p.y_stride + at) = of_row;
+      for (int i = 0; i < 4; ++i)
+        of_rows[i] = *reinterpret_cast<const uint4*>(out + device::swizzled<128>(first_row + 4 * i, chunk));
+      const int there = column + kHalf * half + 8 * chunk < p.n ? rows - first_row : 0;
+      device::bf16* to = y + kHalf * half;
+#pragma unroll
+      for (int i = 0; i < 4; ++i, to += four_rows) {
+        if (4 * i < there) *reinterpret_cast<uint4*>(to) = of_rows[i];
       }
     }
   }
@@ -212,7 +227,8 @@ struct WarpOut {
     __syncwarp();
     const int chunk = lane % 4, at = column + 16 * chunk;
 #pragma unroll
-    for (int r = lane / 4; r < 16; r += 8) {
+    for (int half = 0; half < 2; ++half) {
+      const int r = lane / 4 + 8 * half;
       const uint4 w = *reinterpret_cast<const uint4*>(place(r, chunk));
       const uint2 first = make_uint2(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410));
       const uint2 second = make_uint2(__byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x7632));
@@ -289,7 +305,7 @@ struct ScaleRing {
   }
 };
 
-/// A warp group's part of a tile: kBlocks blocks of 64 rows of A, every kGroups-th.
+/// A warp group's part of a tile whose first stage is there: kBlocks blocks of 64 rows of A, every kGroups-th.
 template <class T, int kBlocks>
 __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt& tile, int steps, int rank,
                                               bool up_first, uint8_t* smem, device::Barrier* full,
@@ -307,7 +323,7 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
   if constexpr (kBlocks == 0) {
     for (int step = 0; step < steps; ++step, at.next()) {
       if constexpr (T::kBlockScales) scale_ring.begin(step);
-      device::wait_for(full + at.stage, at.parity);
+      if (step > 0) device::wait_for(full + at.stage, at.parity);
       release(at.stage);
       if constexpr (T::kBlockScales) scale_ring.end(step, steps);
     }
@@ -345,7 +361,7 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
             reinterpret_cast<const float*>(smem + T::kScalesAt + scale_ring.at.stage * T::kScaleBytes) +
             step % kScaleSteps;
       }
-      device::wait_for(full + at.stage, at.parity);
+      if (step > 0) device::wait_for(full + at.stage, at.parity);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const uint32_t of_block = of_stage + block * (T::kGroups * T::kBlockRows * kRowBytes / 16);
@@ -396,7 +412,7 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
       for (int block = 0; block < kBlocks; ++block) {
         if constexpr (!T::kBlockScales) {
 #pragma unroll
-          for (int i = 0; i < 64; ++i) sums[block][i] *= scales.first;
+          for (int i = 0; i < 64; ++i) sums[block][i] *= scales.first();
         }
         out_of(block).store_bf16(sums[block]);
       }
@@ -407,7 +423,7 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
           float first = sums[block][i / 4 * 8 + i % 4], second = sums[block][i / 4 * 8 + 4 + i % 4];
-          if constexpr (!T::kBlockScales) first *= scales.first, second *= scales.second;
+          if constexpr (!T::kBlockScales) first *= scales.first(), second *= scales.second();
           joined[block][i] = join(p.gate, up_first ? second : first, up_first ? first : second);
         }
       }
@@ -495,7 +511,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
   TileWalk walk(list, p, static_cast<int>(gridDim.x / 2), static_cast<int>(blockIdx.x / 2));
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp >= T::kWarps) {
-    device::give_up_registers<40>();
+    device::give_up_registers<T::kFeedRegisters>();
     const PairFeed<T> feed{maps, p, steps, rank, smem, full, empty};
     if (warp == T::kWarps) feed.copy_boxes(walk);
     if (T::kBlockScales && warp == T::kWarps + 1) feed.copy_scales(walk, scales_full, scales_empty);
@@ -505,8 +521,11 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
     ScaleRing scale_ring{scales_full, scales_empty, {}};
     PairTalk<T> talk{reinterpret_cast<float*>(smem + T::kLargestAt + warp * T::kLargestBytes),
                      of_warps + warp, static_cast<uint32_t>(rank ^ 1)};
-    WideTileAt tile;
-    while (walk.next<T>(tile)) {
+    const auto* const tiles = reinterpret_cast<const WideTileAt*>(smem + T::kTilesAt);
+    for (;;) {
+      device::wait_for(full + at.stage, at.parity);
+      const WideTileAt tile = tiles[at.stage];
+      if (tile.rows == 0) break;
       const int all = (tile.rows + T::kBlockRows - 1) / T::kBlockRows;
       const int blocks = (all - warp / 4 + T::kGroups - 1) / T::kGroups;  // of this group
       const auto multiply = [&]<int kBlocks> {

@@ -111,8 +111,9 @@ struct GroupList {
   }
 };
 
-/// What a tile is of: columns of one group, and a share of its rows.
-struct WideTileAt {
+/// What a tile is of: columns of one group, and a share of its rows. Who fills a ring of stages finds them, and says with the first
+/// stage of a tile which it is; no rows: there is none left.
+struct alignas(16) WideTileAt {
   int32_t group, row, rows, column;
 };
 
@@ -232,17 +233,20 @@ __device__ __forceinline__ float join(const Gate<float>& by, float gate, float u
   return gate * reciprocal_of(1.f + device::exp2_of(-by.alpha * kLog2E * gate)) * (up + by.beta);
 }
 
-/// Scales of one per group.
+/// Scales of one per group. Nothing waits for them before they are multiplied.
 struct TileScales {
-  float first = 1.f, second = 1.f, y = 1.f;  ///< of rows of B and, gated, of b_up; of y
+  float a = 1.f, b = 1.f, b_up = 1.f, y = 1.f;
+
+  __device__ __forceinline__ float first() const { return a * b; }  ///< of rows of B
+  __device__ __forceinline__ float second() const { return a * b_up; }
 };
 template <bool kOfGroups, bool kGated>
 __device__ __forceinline__ TileScales tile_scales(const Problem& p, int group) {
   TileScales s;
   if constexpr (kOfGroups) {
-    const float a = p.a_scale[group * p.a_scale_group_stride];
-    s.first = a * p.b_scale[group * p.b_scale_group_stride];
-    s.second = kGated ? a * p.b_up_scale[group * p.b_scale_group_stride] : s.first;
+    s.a = p.a_scale[group * p.a_scale_group_stride];
+    s.b = p.b_scale[group * p.b_scale_group_stride];
+    if constexpr (kGated) s.b_up = p.b_up_scale[group * p.b_scale_group_stride];
   }
   if (kGated && p.y_scale != nullptr) s.y = p.y_scale[group * p.y_scale_group_stride];
   return s;

@@ -48,14 +48,18 @@ struct WideTile {
   static constexpr int kListBytes = GroupList::bytes(kMostGroups, kHalvings, kThreads / 32);
   static constexpr int kMostStages = 8,
                        kBarrierBytes = 2 * kMostStages * static_cast<int>(sizeof(device::Barrier));
-  static constexpr int kRoom = 227 * 1024 - kOutBytes - kListBytes - kBarrierBytes;
+  static constexpr int kTileBytes = kMostStages * static_cast<int>(sizeof(WideTileAt));
+  static constexpr int kRoom = 227 * 1024 - kOutBytes - kListBytes - kTileBytes - kBarrierBytes;
   static constexpr int kStages = std::min(kRoom / kStageBytes, kMostStages);
-  static constexpr int kBarriersAt = kStages * kStageBytes + kOutBytes;
+  static constexpr int kTilesAt = kStages * kStageBytes + kOutBytes;
+  static constexpr int kBarriersAt = kTilesAt + kTileBytes;
   static constexpr int kListAt = kBarriersAt + kBarrierBytes;
   static constexpr int kSmemBytes = kListAt + kListBytes;
   static constexpr int kBoxRows = 32;  // of A, in a box of the tensor copy
   static_assert(kStages >= 3 && kRows >> kHalvings >= 32);
-  static constexpr int kRegisters = kGroups == 2 ? 232 : 152;  // of a thread that multiplies
+  // Of a thread that multiplies, and of one that fills the ring: rows that lie anywhere are pointers.
+  static constexpr int kRegisters = kGroups == 2 ? 232 : kGather ? 152 : 160;
+  static constexpr int kFeedRegisters = kGroups == 2 ? 40 : kGather ? 56 : 32;
 };
 
 /// The next kernel starts behind the wait of all CTAs, so it may use from its beginning what this one does.
@@ -86,9 +90,14 @@ struct Feed {
   static constexpr int kArrivals = 1 + (T::kGather ? T::kProducers : T::kScaleBytes > 0 ? 32 : 0);
 
  private:
+  __device__ __forceinline__ WideTileAt& tile_of(uint32_t stage) const {
+    return reinterpret_cast<WideTileAt*>(smem + T::kTilesAt)[stage];
+  }
+
   /// By one thread: announces a stage and brings its part of B.
   __device__ __forceinline__ void copy_b(const WideTileAt& tile, int step, uint32_t stage,
                                          int more_bytes) const {
+    if (step == 0) tile_of(stage) = tile;
     const int k = step * kRowBytes - static_cast<int>(p.k_offset);
     uint8_t* const to = smem + stage * T::kStageBytes;
     device::arrive_and_expect(full + stage, T::kBBytes + more_bytes);
@@ -147,6 +156,14 @@ struct Feed {
                             now.tile.row + lane * T::kBoxRows, 0, 0, 0);
       }
     }
+    if (lane == 0) end(now.at);
+  }
+
+  /// By one thread: no tile is left.
+  __device__ __forceinline__ void end(const device::RingPosition<T::kStages>& at) const {
+    device::wait_for(empty + at.stage, at.parity);
+    tile_of(at.stage) = {};
+    device::arrive(full + at.stage);
   }
 
   /// Scales of rows, by a warp beside the boxes: they arrive when they are there.
@@ -175,6 +192,8 @@ struct Feed {
         device::arrive_after_copies(full + at.stage);
       }
     }
+    device::wait_for(empty + at.stage, at.parity);
+    device::arrive(full + at.stage);
     device::commit_copies();
     device::wait_for_copies<0>();  // nobody leaves with copies under way
   }
@@ -232,6 +251,9 @@ struct Feed {
         device::arrive_after_copies(full + at.stage);
       }
     }
+    if (thread == 0) end(at);
+    device::wait_for(empty + at.stage, at.parity);
+    device::arrive(full + at.stage);
     device::commit_copies();
     device::wait_for_copies<0>();  // nobody leaves with copies under way
   }
@@ -262,7 +284,7 @@ struct WideSums {
   __device__ __forceinline__ void finish(float (&sums)[kN / 2], const TileScales& scales) const {
     if constexpr (sizeof(E) == 1 && T::kScaleBytes == 0) {
 #pragma unroll
-      for (int i = 0; i < kN / 2; ++i) sums[i] *= i % 4 < 2 ? scales.first : scales.second;
+      for (int i = 0; i < kN / 2; ++i) sums[i] *= i % 4 < 2 || !kGated ? scales.first() : scales.second();
     }
     if constexpr (kGated) {
 #pragma unroll
@@ -397,7 +419,7 @@ __device__ __forceinline__ void add_products(float* sums, const float (&products
   }
 }
 
-/// One tile with up to kN rows of A: its products, and what becomes of them.
+/// One tile with up to kN rows of A, whose first stage is there: its products, and what becomes of them.
 ///
 /// Products that are added up in fp32 are made in parts of the rows of A: while one part is added, the tensor cores have the
 /// next.
@@ -448,7 +470,7 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
       next_scale = b_scales[ahead];
       next_up_scale = kGated ? b_up_scales[ahead] : next_scale;
     }
-    device::wait_for(full + at.stage, at.parity);
+    if (step > 0) device::wait_for(full + at.stage, at.parity);
     if constexpr (T::kGather) device::publish_to_async_proxy();  // copies of 16 bytes are ordinary stores
     uint32_t rows[kSlices][4];
     if constexpr (kParts > 1) {
@@ -538,7 +560,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   TileWalk walk(list, p, static_cast<int>(gridDim.x), static_cast<int>(blockIdx.x));
 
   if (threadIdx.x >= T::kConsumers) {
-    device::give_up_registers<40>();
+    device::give_up_registers<T::kFeedRegisters>();
     Feeder{maps, p, steps, smem, full, empty}.run(walk);
     return;
   }
@@ -546,10 +568,14 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
   if (early) take_turn();
   device::RingPosition<T::kStages> at;
   WideTileAt tile;
+  const auto* const tiles = reinterpret_cast<const WideTileAt*>(smem + T::kTilesAt);
   const auto multiply = [&]<int kN> {
     if constexpr (kN <= T::kRows) multiply_tile<T, E, kN>(p, tile, steps, up_first, smem, full, empty, at);
   };
-  while (walk.next<T>(tile)) {
+  for (;;) {
+    device::wait_for(full + at.stage, at.parity);
+    tile = tiles[at.stage];
+    if (tile.rows == 0) break;
     switch ((tile.rows + 31) / 32) {
       case 1:
         multiply.template operator()<32>();
