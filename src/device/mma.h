@@ -40,10 +40,13 @@ __device__ __forceinline__ void mma_16x8x16<f16>(float (&c)[4], const uint32_t (
 }
 
 /// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row)));
+               : "r"(row));
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  load_matrices(r, shared_address(row));
 }
 /// The same, each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {

@@ -311,9 +311,7 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
                                               bool up_first, uint8_t* smem, device::Barrier* full,
                                               device::Barrier* empty, device::RingPosition<T::kStages>& at,
                                               ScaleRing& scale_ring, PairTalk<T>& talk) {
-  // What a lane got from another is known to be the warp's: addresses of operands then are uniform registers, which the products take
-  // them from, and not 32 moves to such a stage.
-  const int group = __shfl_sync(device::kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
+  const auto group = static_cast<int>(uniform(threadIdx.x / 128));
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
   const int column = tile.column + rank * T::kOwnColumns;
   const auto release = [&](uint32_t stage) {
@@ -342,12 +340,8 @@ __device__ __forceinline__ void multiply_tall(const Problem& p, const WideTileAt
     float sums[kBlocks][64] = {};
     const uint64_t first_b = device::swizzled_operand(smem);
     const uint64_t first_a = device::swizzled_operand(smem + T::kBBytes + group * T::kBlockRows * kRowBytes);
-    // The lower half of an operand is its address in units of 16 bytes.
-    const auto moved = [](uint64_t operand, uint32_t by) {
-      return operand & ~uint64_t{0xffffffffu} | (static_cast<uint32_t>(operand) + by);
-    };
     for (int step = 0; step < steps; ++step, at.next()) {
-      const uint32_t of_stage = __shfl_sync(device::kAllLanes, at.stage, 0) * (T::kStageBytes / 16);
+      const uint32_t of_stage = uniform(at.stage) * (T::kStageBytes / 16);
       float next_scale = 0.f, next_up_scale = 0.f;
       if constexpr (T::kBlockScales) {
         const int ahead = min(step + 1, steps - 1);

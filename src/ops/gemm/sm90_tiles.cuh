@@ -217,6 +217,16 @@ __device__ __forceinline__ void copy_b(const WideMaps& maps, void* to, device::B
   }
 }
 
+/// The same operand elsewhere in shared memory, in units of 16 bytes: its lower half begins with its address.
+__device__ __forceinline__ uint64_t moved(uint64_t operand, uint32_t by) {
+  return operand & ~uint64_t{0xffffffffu} | (static_cast<uint32_t>(operand) + by);
+}
+
+/// What all lanes have, for the registers that operands come from.
+__device__ __forceinline__ uint32_t uniform(uint32_t v) {
+  return __shfl_sync(device::kAllLanes, v, 0);
+}
+
 /// 1 / x to an ulp; of subnormal numbers and to them, 0 and infinity.
 __device__ __forceinline__ float reciprocal_of(float x) {
   float y;

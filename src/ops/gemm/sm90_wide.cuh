@@ -428,9 +428,8 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
                                               bool up_first, uint8_t* smem, device::Barrier* full,
                                               device::Barrier* empty, device::RingPosition<T::kStages>& at) {
   constexpr bool kGated = T::kGated;
-  const int group =
-      __shfl_sync(device::kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);  // see sm90_tall.cu
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  const int group = static_cast<int>(threadIdx.x) / 128, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const WideSums<T, E, kN> result{
       p,    tile,    smem + T::kStages * T::kStageBytes + group * (T::kOutBytes / T::kGroups), group, warp,
       lane, up_first};
@@ -460,10 +459,12 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
   constexpr int kParts = kN / kOfPart, kUnderWay = T::kGroups == 3 && kN > 160 ? 1 : std::min(kParts, 2);
   float products[kUnderWay][T::kPromotes ? kOfPart / 2 : 1];
   [[maybe_unused]] uint32_t before = at.stage;
+  const uint64_t first_a = device::swizzled_operand(smem + T::kBBytes);
+  const uint64_t first_b = device::swizzled_operand(smem + uniform(group) * (64 * kRowBytes));
+  const uint32_t first_row = device::shared_address(
+      smem + group * (64 * kRowBytes) + device::swizzled<kRowBytes>(16 * warp + lane % 16, lane / 16));
   for (int step = 0; step < steps; ++step, at.next()) {
-    const uint8_t* stage = smem + __shfl_sync(device::kAllLanes, at.stage, 0) * T::kStageBytes;
-    const uint8_t* b = stage + group * (64 * kRowBytes);
-    const uint8_t* a = stage + T::kBBytes;
+    const uint32_t of_stage = uniform(at.stage) * (T::kStageBytes / 16);
     float next_scale = 0.f, next_up_scale = 0.f;
     if constexpr (T::kScaleBytes > 0) {
       const int ahead = min(step + 1, steps - 1);
@@ -476,21 +477,20 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
     if constexpr (kParts > 1) {
 #pragma unroll
       for (int k = 0; k < kSlices; ++k) {
-        device::load_matrices(rows[k],
-                              b + device::swizzled<kRowBytes>(16 * warp + lane % 16, 2 * k + lane / 16));
+        device::load_matrices(rows[k], (first_row + at.stage * T::kStageBytes) ^ (32 * k));
       }
     }
     const auto multiply = [&](int part) {
       device::begin_products();
 #pragma unroll
       for (int k = 0; k < kSlices; ++k) {
-        const uint64_t columns = device::swizzled_operand(a + part * kOfPart * kRowBytes + 32 * k);
+        const uint64_t columns = moved(first_a, of_stage + part * (kOfPart * kRowBytes / 16) + 2 * k);
         if constexpr (kParts > 1) {
           device::Wgmma<E, kOfPart>::multiply(products[part % kUnderWay], rows[k], columns, k > 0);
         } else if constexpr (T::kPromotes) {
-          device::Wgmma<E, kN>::multiply(products[0], device::swizzled_operand(b + 32 * k), columns, k > 0);
+          device::Wgmma<E, kN>::multiply(products[0], moved(first_b, of_stage + 2 * k), columns, k > 0);
         } else {
-          device::Wgmma<E, kN>::multiply(sums, device::swizzled_operand(b + 32 * k), columns);
+          device::Wgmma<E, kN>::multiply(sums, moved(first_b, of_stage + 2 * k), columns);
         }
       }
       device::commit_products();
@@ -508,8 +508,9 @@ __device__ __forceinline__ void multiply_tile(const Problem& p, const WideTileAt
         auto& these = products[part % kUnderWay];
         device::hold_products(these);
         if (part == kParts - 1 && T::kScaleBytes == 0) release(at.stage);
+        const uint8_t* const row_scales = smem + at.stage * T::kStageBytes + T::kBBytes + T::kABytes;
         add_products<T>(sums + part * (kOfPart / 2), these,
-                        reinterpret_cast<const float*>(a + T::kABytes) + part * kOfPart, b_scale, b_up_scale);
+                        reinterpret_cast<const float*>(row_scales) + part * kOfPart, b_scale, b_up_scale);
         if (part + kUnderWay < kParts) multiply(part + kUnderWay);
       }
       if (T::kScaleBytes > 0) release(at.stage);
