@@ -34,7 +34,7 @@ constexpr int64_t rows_of_rounds(const Problem& p, const WidePlan& tile, int sms
 
 /// Whether tall tiles are the better ones, as measured. Some of the pairs of CTAs have to have one.
 constexpr bool tall_suits(const Problem& p, int sms) {
-  constexpr int64_t kShort = 1024, kLeastOfBlocks = 256;
+  constexpr int64_t kShort = 1024, kLeastOfBlocks = 192;
   const int64_t rows = alike_rows(p), columns = ((p.gated ? 2 : 1) * p.n + 255) / 256;
   if (!tall_can(p) || p.groups * ((rows + 255) / 256) * columns < sms / 8) return false;
   return p.block_scales ? p.k >= kLeastOfBlocks && rows > 96 : rows > (p.k < kShort ? 64 : 192);
