@@ -415,11 +415,23 @@ constexpr FusedMoeCase kThreeWarpGroupsInOrder{"fp8, rows in order, three warp g
                                                0,
                                                DType::fp8_e4m3};
 constexpr FusedMoeCase kPairs{
-    "fp8, pairs of CTAs", 2000, 1040, 520, 8, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
+    "fp8, pairs of CTAs", 2000, 1008, 520, 8, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
     DType::fp8_e4m3};
+constexpr FusedMoeCase kPairsOfThree{"fp8, pairs of CTAs, three warp groups",
+                                     560,
+                                     1040,
+                                     520,
+                                     8,
+                                     2,
+                                     DType::fp8_e4m3,
+                                     MoeRouting::any,
+                                     0,
+                                     false,
+                                     0,
+                                     DType::fp8_e4m3};
 constexpr FusedMoeCase kBlocksByPairs{"fp8 blocks, pairs of CTAs",
                                       2000,
-                                      1040,
+                                      1008,
                                       520,
                                       8,
                                       2,
@@ -460,6 +472,7 @@ gemm::WidePlan wide_plan_of(const FusedMoeCase& c) {
                           .n = c.intermediate,
                           .k = c.hidden,
                           .groups = c.experts,
+                          .rows_of_group = (c.tokens * c.top_k + c.experts - 1) / c.experts,
                           .n_offset = c.block_offset,
                           .y_type = c.x,
                           .y_scale = c.blocks ? nullptr : &kOne},
@@ -468,6 +481,7 @@ gemm::WidePlan wide_plan_of(const FusedMoeCase& c) {
 TEST(FusedMoe, CasesReachEveryTileOfHopper) {
   using Plan = gemm::WidePlan;
   EXPECT_EQ(wide_plan_of(kPairs), (Plan{2, 256, true}));
+  EXPECT_EQ(wide_plan_of(kPairsOfThree), (Plan{3, 192, true}));
   EXPECT_EQ(wide_plan_of(kBlocksByPairs), (Plan{2, 256, true}));
   EXPECT_EQ(wide_plan_of(kBlocksByPairsOfThree), (Plan{3, 192, true}));
   for (const FusedMoeCase& c : {kThreeWarpGroups, kThreeWarpGroupsInOrder}) {
@@ -503,8 +517,8 @@ TEST(FusedMoe, EveryRowGivesATokenTheSameBitsInAnyCompany) {
                      0, DType::fp8_e4m3, true, 64},
         FusedMoeCase{"fp8 blocks", 300, 272, 192, 3, 2, DType::fp8_e4m3, MoeRouting::any, 48, false, 0,
                      DType::fp8_e4m3, true, 64},
-        kPairs, kBlocksByPairs, kBlocksByPairsOfThree, kThreeWarpGroups, kThreeWarpGroupsInOrder,
-        of_bf16(kThreeWarpGroups), of_bf16(kThreeWarpGroupsInOrder)}) {
+        kPairs, kPairsOfThree, kBlocksByPairs, kBlocksByPairsOfThree, kThreeWarpGroups,
+        kThreeWarpGroupsInOrder, of_bf16(kThreeWarpGroups), of_bf16(kThreeWarpGroupsInOrder)}) {
     SCOPED_TRACE(c.name);
     const FusedMoeProblem shapes(c, 8);
     for (const Stream& stream : test_streams()) {

@@ -111,6 +111,16 @@ TEST(GroupedGemm, LongProductsOfManyRowsHaveThreeWarpGroups) {
   }
 }
 
+TEST(GroupedGemm, RowsThatFallToGroupsByChanceHaveThreeWarpGroups) {
+  gemm::Problem alike{.type = DType::fp8_e4m3, .rows = 8 * 341, .n = 4096, .k = 4096, .groups = 8};
+  EXPECT_EQ(gemm::wide_plan(alike, 132), (gemm::WidePlan{2, 256, true}));
+  gemm::Problem by_chance = alike;
+  by_chance.rows_of_group = 341;
+  EXPECT_EQ(gemm::wide_plan(by_chance, 132), (gemm::WidePlan{3, 192, true}));
+  by_chance.rows_of_group = 2000;
+  EXPECT_EQ(gemm::wide_plan(by_chance, 132), (gemm::WidePlan{2, 256, true}));
+}
+
 // Each row's bits, whatever its group's size and place: tiles of all sizes add in one order.
 TEST(GroupedGemm, ARowDoesNotDependOnTheOtherRows) {
   const DType bf16 = DType::bf16, fp8 = DType::fp8_e4m3, f32 = DType::f32;

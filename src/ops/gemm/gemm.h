@@ -39,7 +39,7 @@ struct Problem {
   bool groups_known =
       false;  ///< where sm90_can(): the kernel in front of this one waited for them, and for b
   int64_t rows_of_group =
-      0;  ///< to expect, where `rows` has places that no group takes; 0: alike in all groups
+      0;  ///< to expect, where rows fall to groups, or to none, by chance; 0: alike in all groups
 
   const float* a_scale =
       nullptr;  ///< fp8 alone, as those of B; element row · stride + group · group stride (+ block)

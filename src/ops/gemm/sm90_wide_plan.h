@@ -40,9 +40,16 @@ constexpr bool tall_suits(const Problem& p, int sms) {
   return p.block_scales ? p.k >= kLeastOfBlocks && rows > 96 : rows > (p.k < kShort ? 64 : 192);
 }
 
+/// Whether tall tiles are better multiplied by three warp groups, as measured: an odd number of blocks of 64 rows leaves one of two idle.
+/// Groups that fill tiles of 256 are for two; those to which rows fall by chance seldom do.
+constexpr bool three_suit(const Problem& p) {
+  constexpr int64_t kLong = 1024, kManyRows = 1100;
+  return alike_rows(p) <= 192 || (p.rows_of_group > 0 && p.k >= kLong && alike_rows(p) <= kManyRows);
+}
+
 /// Bits are the same for all. Groups have rows.
 constexpr WidePlan wide_plan(const Problem& p, int sms) {
-  if (tall_suits(p, sms)) return alike_rows(p) <= 192 ? WidePlan{3, 192, true} : WidePlan{2, 256, true};
+  if (tall_suits(p, sms)) return three_suit(p) ? WidePlan{3, 192, true} : WidePlan{2, 256, true};
   // Three warp groups have fewer registers each, which has to pay.
   const auto better = [&](const WidePlan& of_three, const WidePlan& of_two) {
     return 10 * rows_of_rounds(p, of_three, sms) < 9 * rows_of_rounds(p, of_two, sms) ? of_three : of_two;
