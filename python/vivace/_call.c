@@ -85,10 +85,9 @@ enum { MOST_BYTES = 4096, MOST_TYPES = 4, MOST_PARAMETERS = 32, NOT_HERE = -1 };
 typedef vivace_code (*Run)(const void* args, const vivace_stream* stream);
 typedef vivace_code (*WorkspaceBytes)(const void* args, const vivace_stream* stream, int64_t* bytes);
 
-/* A parameter of the operator's Python function: its name, whether it must be given, and the neighbouring arguments that it gives, more than
- * one as a tuple. */
+/* A parameter of the operator's Python function: whether it must not be None, and the neighbouring arguments that it gives, more than one
+ * as a tuple. */
 typedef struct {
-  PyObject* name;
   int required;
   Py_ssize_t first, count;
 } Parameter;
@@ -104,9 +103,8 @@ typedef struct {
   PyObject* is_lazy; /* is_lazy(tensor): whether its numbers are others than its memory's; null: never */
   Py_ssize_t type_count;
   PyTypeObject* types[MOST_TYPES];
-  Py_ssize_t parameter_count, positional; /* the first of them may be given by position */
+  Py_ssize_t parameter_count;
   Parameter parameters[MOST_PARAMETERS];
-  _Alignas(8) char defaults[MOST_BYTES]; /* the struct, where no parameter is given */
 } Site;
 
 static const char* const SITE = "vivace._call.Site";
@@ -183,14 +181,10 @@ static int find_stream(const Site* site, const char* args, vivace_stream* stream
          site->exchange->current_stream(DL_CUDA, first->ordinal, &stream->handle) == 0;
 }
 
-/* Whether the values became `args`. */
-static int pack(const Site* site, PyObject* values, char* args) {
+/* The struct, where nothing is given. */
+static void begin(const Site* site, char* args) {
   memset(args, 0, site->args_bytes);
   memcpy(args, &site->args_bytes, sizeof(site->args_bytes));
-  for (Py_ssize_t i = 0; i < site->count; ++i) {
-    if (!pack_value(site, PyTuple_GetItem(values, i), i, args)) return 0;
-  }
-  return 1;
 }
 
 /* What vivace_OP returns; NOT_HERE where it needs a workspace that is not `given`, or does not say. */
@@ -227,30 +221,17 @@ static PyObject* call(PyObject* capsule, PyObject* values) {
     return NULL;
   }
   _Alignas(8) char args[MOST_BYTES];
-  const int packed = pack(site, values, args);
+  begin(site, args);
+  int packed = 1;
+  for (Py_ssize_t i = 0; packed && i < site->count; ++i) {
+    packed = pack_value(site, PyTuple_GetItem(values, i), i, args);
+  }
   return finish(site, packed, args,
                 site->workspace < 0 || PyTuple_GetItem(values, site->workspace) != Py_None);
 }
 
-/* The objects that the parameters are given; null where none is. Whether all have a place, and those that are required are there and not None. */
-static int find_given(const Site* site, PyObject* args, PyObject* kwargs, PyObject** given) {
-  const Py_ssize_t positions = PyTuple_Size(args);
-  if (positions > site->positional) return 0;
-  for (Py_ssize_t i = 0; i < positions; ++i) given[i] = PyTuple_GetItem(args, i);
-  PyObject *name, *value;
-  for (Py_ssize_t at = 0; kwargs != NULL && PyDict_Next(kwargs, &at, &name, &value);) {
-    Py_ssize_t i = 0; /* names are interned */
-    while (i < site->parameter_count && site->parameters[i].name != name) ++i;
-    if (i == site->parameter_count || given[i] != NULL) return 0;
-    given[i] = value;
-  }
-  for (Py_ssize_t i = 0; i < site->parameter_count; ++i) {
-    if (site->parameters[i].required && (given[i] == NULL || given[i] == Py_None)) return 0;
-  }
-  return 1;
-}
-
 static int pack_parameter(const Site* site, const Parameter* parameter, PyObject* value, char* args) {
+  if (parameter->required && value == Py_None) return 0;
   if (parameter->count == 1) return pack_value(site, value, parameter->first, args);
   if (!PyTuple_Check(value) || PyTuple_Size(value) != parameter->count) return 0;
   for (Py_ssize_t i = 0; i < parameter->count; ++i) {
@@ -259,26 +240,26 @@ static int pack_parameter(const Site* site, const Parameter* parameter, PyObject
   return 1;
 }
 
-/* direct(*args, **kwargs) -> code: of the arguments of the operator's Python function. */
-static PyObject* direct(PyObject* capsule, PyObject* args, PyObject* kwargs) {
+/* direct(*given) -> code: of all arguments of the operator's Python function that the library knows. */
+static PyObject* direct(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
   const Site* site = PyCapsule_GetPointer(capsule, SITE);
   if (site == NULL) return NULL;
-  PyObject* given[MOST_PARAMETERS] = {NULL};
-  if (!find_given(site, args, kwargs, given)) return PyLong_FromLong(NOT_HERE);
-  _Alignas(8) char packed[MOST_BYTES];
-  memcpy(packed, site->defaults, site->args_bytes);
-  int ok = 1, workspace = site->workspace < 0;
-  for (Py_ssize_t i = 0; ok && i < site->parameter_count; ++i) {
-    if (given[i] == NULL) continue;
-    ok = pack_parameter(site, &site->parameters[i], given[i], packed);
+  if (count != site->parameter_count) {
+    PyErr_Format(PyExc_TypeError, "vivace._call: needs %zd values", site->parameter_count);
+    return NULL;
+  }
+  _Alignas(8) char args[MOST_BYTES];
+  begin(site, args);
+  int packed = 1, workspace = site->workspace < 0;
+  for (Py_ssize_t i = 0; packed && i < count; ++i) {
+    packed = pack_parameter(site, &site->parameters[i], given[i], args);
     workspace |= site->parameters[i].first == site->workspace && given[i] != Py_None;
   }
-  return finish(site, ok, packed, workspace);
+  return finish(site, packed, args, workspace);
 }
 
 static void free_site(PyObject* capsule) {
   Site* site = PyCapsule_GetPointer(capsule, SITE);
-  for (Py_ssize_t i = 0; i < site->parameter_count; ++i) Py_DECREF(site->parameters[i].name);
   for (Py_ssize_t i = 0; i < site->type_count; ++i) Py_DECREF(site->types[i]);
   Py_XDECREF(site->is_lazy);
   PyMem_Free(site);
@@ -346,54 +327,43 @@ static PyObject* make(PyObject* module, PyObject* args) {
   return made;
 }
 
-/* Adds (name, required, first, count), or sets an exception. */
+/* Adds (required, first, count), or sets an exception. */
 static int add_parameter(Site* site, PyObject* described) {
   Parameter made;
   if (!PyTuple_Check(described)) {
     PyErr_SetString(PyExc_TypeError,
-                    "vivace._call: a parameter is a tuple: name, required, first argument, number of them");
+                    "vivace._call: a parameter is a tuple: required, first argument, number of them");
     return 0;
   }
-  if (!PyArg_ParseTuple(described, "Upnn", &made.name, &made.required, &made.first, &made.count)) return 0;
+  if (!PyArg_ParseTuple(described, "pnn", &made.required, &made.first, &made.count)) return 0;
   if (site->parameter_count == MOST_PARAMETERS || made.first < 0 || made.count < 1 ||
       made.count > site->count - made.first) {
     PyErr_SetString(PyExc_ValueError,
                     "vivace._call: a parameter gives no arguments, or there are more than any operator has");
     return 0;
   }
-  Py_INCREF(made.name);
-  PyUnicode_InternInPlace(&made.name);
   site->parameters[site->parameter_count++] = made;
   return 1;
 }
 
-static PyMethodDef DIRECT = {"direct", (PyCFunction)(void (*)(void))direct, METH_VARARGS | METH_KEYWORDS,
-                             NULL};
+static PyMethodDef DIRECT = {"direct", (PyCFunction)(void (*)(void))direct, METH_FASTCALL, NULL};
 
-/* bind(site, parameters, positional, values) -> direct, once for a site: parameters are (name, required, first, count), `positional` of them
- * may be given by position; `values` are the arguments where none is given. */
+/* bind(site, parameters) -> direct, once for a site: parameters are (required, first, count). */
 static PyObject* bind(PyObject* module, PyObject* args) {
-  PyObject *made, *parameters, *values;
-  Py_ssize_t positional;
+  PyObject *made, *parameters;
   (void)module;
-  if (!PyArg_ParseTuple(args, "O!O!nO!", &PyCFunction_Type, &made, &PyTuple_Type, &parameters, &positional,
-                        &PyTuple_Type, &values))
-    return NULL;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyCFunction_Type, &made, &PyTuple_Type, &parameters)) return NULL;
   PyObject* capsule = PyCFunction_GetSelf(made);
   Site* site =
       capsule != NULL && PyCapsule_IsValid(capsule, SITE) ? PyCapsule_GetPointer(capsule, SITE) : NULL;
-  if (site == NULL || site->parameter_count != 0 || PyTuple_Size(values) != site->count ||
-      positional > PyTuple_Size(parameters) || positional < 0) {
-    PyErr_SetString(PyExc_ValueError, "vivace._call: needs a site that has no parameters, and its values");
+  if (site == NULL || site->parameter_count != 0) {
+    PyErr_SetString(PyExc_ValueError, "vivace._call: needs a site that has no parameters");
     return NULL;
   }
   for (Py_ssize_t i = 0; i < PyTuple_Size(parameters); ++i) {
     if (!add_parameter(site, PyTuple_GetItem(parameters, i))) return NULL;
   }
-  site->positional = positional;
-  if (pack(site, values, site->defaults)) return PyCFunction_New(&DIRECT, capsule);
-  if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "vivace._call: the values are not plain");
-  return NULL;
+  return PyCFunction_New(&DIRECT, capsule);
 }
 
 static int load(PyObject* module) {

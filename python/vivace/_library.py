@@ -210,8 +210,8 @@ class Entry:
         self._workspace_bytes = self._function("_workspace_bytes") if operator.workspace is not None else None
         # Runs the operator and returns the call's code, or -1 for values that are not plain and a workspace that is needed and not given.
         self.quick: Callable[[tuple], int] = lambda values: -1
-        # The same of what the operator's Python function is given, its output too; None where there is no such way.
-        self.direct: Callable[..., int] | None = None
+        # The same of what the operator's Python function is given, by position, as take_parameters says.
+        self.direct: Callable[..., int] = lambda *given: -1
         self._parameters: tuple | None = None
 
     def _function(self, suffix: str) -> Any:
@@ -262,22 +262,17 @@ class Entry:
         framework = _arrays.framework_of(values[0])
         return self._parts(values, framework), stream_bytes(framework.place(values[0]))
 
-    def take_parameters(self, signature: inspect.Signature, names: Mapping[str, str]) -> None:
+    def take_parameters(self, parameters: Mapping[str, inspect.Parameter], names: Mapping[str, str]) -> list[str]:
         """Of the operator's Python function, each argument of which is that of the library of its name, or as `names` has it; the result is
-        its parameter `out`. Arguments of the library without a parameter are 0.
+        its parameter `out`. Arguments of the library without a parameter are 0. Returns the parameters that direct() takes, all of them.
         """
-        arguments = self.operator.arguments
         where: dict[str, list[int]] = {}
-        for i, argument in enumerate(arguments):
+        for i, argument in enumerate(self.operator.arguments):
             where.setdefault("params" if argument.name.startswith("params_") else names.get(argument.name, argument.name), []).append(i)
-        known = [parameter for name, parameter in signature.parameters.items() if name in where]
-        values: list[Any] = [None if argument.kind == "tensor" else 0 for argument in arguments]
-        for parameter in known:
-            if parameter.default not in (parameter.empty, None):
-                values[where[parameter.name][0]] = parameter.default
-        described = tuple((parameter.name, parameter.default is parameter.empty or parameter.name == "out", where[parameter.name][0],
-                           len(where[parameter.name])) for parameter in known)
-        self._parameters = (described, sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in known), tuple(values))
+        known = [name for name in parameters if name in where]
+        self._parameters = tuple((parameters[name].default is inspect.Parameter.empty or name == "out", where[name][0], len(where[name]))
+                                 for name in known)
+        return known
 
     def take_apart(self, exchange: int, types: tuple[type, ...], is_lazy: Callable[[Any], bool] | None = None) -> None:
         """From now on quick() takes tensor objects of these types, which DLPack's C exchange knows. `is_lazy` is asked of those with even
@@ -289,7 +284,7 @@ class Entry:
             workspace = -1 if self.operator.workspace is None else self.operator.workspace
             self.quick = _call.make(run, workspace_bytes, exchange, kinds, workspace, types, is_lazy)
             if self._parameters is not None:
-                self.direct = _call.bind(self.quick, *self._parameters)
+                self.direct = _call.bind(self.quick, self._parameters)
 
     def run(self, values: tuple) -> None:
         """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""

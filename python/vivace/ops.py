@@ -17,7 +17,7 @@ import functools
 import inspect
 import math
 import sys
-from typing import Any, Callable, Generic, NamedTuple, ParamSpec, Sequence, TypeVar
+from typing import Any, Callable, NamedTuple, ParamSpec, Protocol, Sequence, TypeVar, runtime_checkable
 
 from . import _arrays, _library
 from ._arrays import clear, dtype_of, empty, framework_of, shape_of, shown, whole
@@ -31,6 +31,7 @@ _BLOCK = 128
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 def _choice_of(place: str, value: str, names: dict[str, int]) -> int:
@@ -42,72 +43,113 @@ def _choice_of(place: str, value: str, names: dict[str, int]) -> int:
 _LEAVE_ROWS = {"attention_prefill", "attention_decode", "grouped_gemm"}  # of an output may not be written
 
 
-class Operator(Generic[P, R]):
-    """An operator that can be called, and asked about a call.
+@runtime_checkable
+class Operator(Protocol[P, R_co]):
+    """An operator: a function that can also be asked about a call."""
 
-    `build` checks and allocates: it returns the arguments in the order of the library's struct, and beside them what its annotation
-    says, which is what the call returns. `dims` has how many dimensions the arrays have that it takes apart, `names` what it calls an
-    argument that the library calls otherwise. Where it is `plain`, it does no more than Entry.take_parameters says.
-    """
+    name: str
 
-    def __init__(self, name: str, build: Callable[P, R], dims: dict[str, int], names: dict[str, str], plain: bool = False) -> None:
-        self.name = name
-        self._entry = _library.ENTRIES[name]
-        self._build: Any = build
-        self._leaves_rows = name in _LEAVE_ROWS
-        self._dims, self._names = dims, names
-        if plain:
-            self._entry.take_parameters(inspect.signature(build), names)
-        functools.update_wrapper(self, build)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            entry, traced = self._entry, _arrays.traced()
-            if not traced and entry.direct is not None:
-                code = entry.direct(*args, **kwargs)
-                if code == 0:
-                    return kwargs["out"]
-                if code > 0:
-                    _library.check(code)
-            values, result = self._build(*args, **kwargs)
-            if self._leaves_rows and kwargs.get("out") is None:
-                clear(result)
-            code = -1 if traced else entry.quick(values)
-            if code < 0:
-                framework_of(values[0]).run(entry, values)
-            elif code:
-                _library.check(code)
-        except REFUSALS as error:
-            raise refusal(error, self.name, self._build, args, kwargs, self._dims, self._names, True) from None
-        return result
-
-    def _asked(self, question: Callable[[tuple], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        try:
-            return question(self._build(*args, **kwargs)[0])
-        except REFUSALS as error:
-            raise refusal(error, self.name, self._build, args, kwargs, self._dims, self._names, False) from None
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Runs it."""
+        ...
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
         """Which row would run this call, and why those before it would not."""
-        return self._asked(self._entry.explain, args, kwargs)
+        ...
 
     def cost(self, *args: P.args, **kwargs: P.kwargs) -> Cost:
         """What this call must move and compute at least."""
-        return self._asked(self._entry.cost, args, kwargs)
+        ...
 
     def workspace_bytes(self, *args: P.args, **kwargs: P.kwargs) -> int:
         """The scratch that this call needs."""
-        return self._asked(self._entry.workspace_bytes, args, kwargs)
+        ...
 
-    def __reduce__(self) -> str:
-        return self._build.__qualname__  # pickled and copied by its name, as functions are
 
-    def __repr__(self) -> str:
-        return f"<vivace operator {self.name}>"
+class _Calls:
+    """What the function of an operator does with what it is given.
+
+    `build` checks and allocates: it returns the arguments in the order of the library's struct, and beside them what its annotation
+    says, which is what the call returns. `dims` has how many dimensions the arrays have that it takes apart, `names` what it calls an
+    argument that the library calls otherwise.
+    """
+
+    def __init__(self, name: str, build: Callable, dims: dict[str, int], names: dict[str, str]) -> None:
+        self.name, self.build = name, build
+        self.entry = _library.ENTRIES[name]
+        self._leaves_rows = name in _LEAVE_ROWS
+        self._dims, self._names = dims, names
+        self._written_out = False  # the function passes on what was not given too
+
+    def run(self, code: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call, where a way without `build` gave this code: what is wrong with the call, or that it is for others (-1)."""
+        try:
+            if code > 0:
+                _library.check(code)
+            values, result = self.build(*args, **kwargs)
+            if self._leaves_rows and kwargs.get("out") is None:
+                clear(result)
+            code = -1 if _arrays.traced() else self.entry.quick(values)
+            if code < 0:
+                framework_of(values[0]).run(self.entry, values)
+            elif code:
+                _library.check(code)
+        except REFUSALS as error:
+            raise self._refusal(error, args, kwargs, True) from None
+        return result
+
+    def _refusal(self, error: Exception, args: tuple, kwargs: dict[str, Any], running: bool) -> Exception:
+        if self._written_out:
+            defaults = self.build.__kwdefaults__ or {}
+            kwargs = {name: value for name, value in kwargs.items() if value is not defaults.get(name, self)}
+        return refusal(error, self.name, self.build, args, kwargs, self._dims, self._names, running)
+
+    def question(self, ask: Callable[[tuple], Any], like: Callable) -> Callable:
+        """A function that asks this of a call, named and described `like` the Operator's."""
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return ask(self.build(*args, **kwargs)[0])
+            except REFUSALS as error:
+                raise self._refusal(error, args, kwargs, False) from None
+        asked.__name__, asked.__qualname__, asked.__doc__ = like.__name__, f"{self.build.__qualname__}.{like.__name__}", like.__doc__
+        asked.__signature__ = inspect.signature(self.build).replace(return_annotation=like.__annotations__["return"])  # type: ignore[attr-defined]
+        return asked
+
+    def function(self) -> Callable:
+        return lambda *args, **kwargs: self.run(-1, args, kwargs)
+
+    def plain_function(self) -> Callable:
+        """Of an operator whose `build` does no more than Entry.take_parameters says: it first tries the way past `build`, which starts with
+        a call of C that gets all arguments by position. So the function is written out, with the parameters of `build`.
+        """
+        parameters = inspect.signature(self.build).parameters
+        known = self.entry.take_parameters(parameters, self._names)
+        positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        named = [name for name in parameters if name not in positional]
+        others = "".join(f" or {name} is not _{name}" for name in named if name not in known)
+        source = (f"def {self.name}({', '.join(positional)}, *, {', '.join(named)}):\n"
+                  f"    code = -1 if out is None{others} or _arrays.traced() else _entry.direct({', '.join(known)})\n"
+                  f"    if code == 0:\n"
+                  f"        return out\n"
+                  f"    return _run(code, ({', '.join(positional)},), {{{', '.join(f'{name!r}: {name}' for name in named)}}})\n")
+        space: dict[str, Any] = {f"_{name}": parameters[name].default for name in named}
+        space.update(_arrays=_arrays, _entry=self.entry, _run=self.run)
+        exec(compile(source, f"<vivace.{self.name}>", "exec"), space)
+        function = space[self.name]
+        function.__defaults__, function.__kwdefaults__ = self.build.__defaults__, self.build.__kwdefaults__
+        self._written_out = True
+        return function
 
 
 def _operator(dims: dict[str, int], plain: bool = False, of: str = "", **names: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    return lambda build: Operator(of or build.__name__, build, dims, names, plain)
+    def make(build: Callable[P, R]) -> Operator[P, R]:
+        calls = _Calls(of or build.__name__, build, dims, names)
+        made: Any = functools.update_wrapper(calls.plain_function() if plain else calls.function(), build)
+        made.name, made._build, made._entry = calls.name, build, calls.entry
+        for question in (Operator.explain, Operator.cost, Operator.workspace_bytes):
+            setattr(made, question.__name__, calls.question(getattr(calls.entry, question.__name__), question))
+        return made
+    return make
 
 
 def _scaling(place: str, scaling: str, name: str, array: Array) -> int:

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import importlib.util
+import inspect
 import signal
 import struct
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import unittest
+import unittest.mock
 import weakref
 
 import package
@@ -128,7 +130,7 @@ class Calls(unittest.TestCase):
         entry = operator._entry
         kinds = "".join(argument.kind[0] for argument in entry.operator.arguments)
         call = _call.make(address(run), 0, ctypes.addressof(EXCHANGE), kinds, -1, (Tensor,), None)
-        return call, _call.bind(call, *entry._parameters)
+        return call, _call.bind(call, entry._parameters)
 
     def test_direct_calls_pack_what_python_does(self):
         packed, seen = [], set()
@@ -144,51 +146,73 @@ class Calls(unittest.TestCase):
                 continue
             seen.add(operator.name)
             call, direct = self.bound(operator, run)
-            parameters, positional, _ = entry._parameters
+            parameters = inspect.signature(operator).parameters
+            known = [name for name in parameters if name not in ("scaling", "out_dtype")]  # which the library does not know
+            self.assertEqual(len(known), len(entry._parameters))
             given = {}  # something else for each
-            for name, _, first, count in parameters:
+            for name, (_, first, count) in zip(known, entry._parameters):
                 kind = entry.operator.arguments[first].kind
                 given[name] = (tuple(range(first, first + count)) if count > 1 else first + 1.5 if kind == "float" else first + 1 if kind == "int"
                                else Tensor([1, 2], [1, 2], first=first % 2, strides=[first + 2, 1]))
-            needed = {name: given[name] for name, required, *_ in parameters if required}
-            for options in (given, needed, {**needed, parameters[-1][0]: given[parameters[-1][0]]}):
-                args = [options[name] for name, *_ in parameters[:positional] if name in options]
-                named = {name: value for name, value in options.items() if name not in [name for name, *_ in parameters[:len(args)]]}
-                for way in (lambda: direct(*args, **named), lambda: direct(**options), lambda: call(operator._build(*args, **named)[0])):
+            needed = {name: given[name] for name, (required, *_) in zip(known, entry._parameters) if required}
+            for options in (given, needed, {**needed, known[-1]: given[known[-1]]}):
+                values = [options.get(name, parameters[name].default) for name in known]
+                for way in (lambda: direct(*values), lambda: call(operator._build(**options)[0])):
                     self.assertEqual(way(), 7, operator)
-                self.assertEqual(packed, [packed[0]] * 3, operator)
+                self.assertEqual(packed, [packed[0]] * 2, operator)
                 packed.clear()
         self.assertEqual(seen, {"rms_norm", "embedding", "attention_prefill", "attention_decode", "decode_schedule", "grouped_gemm", "silu_mul"})
+
+    def test_what_takes_the_direct_way(self):
+        x, weight, y = self.x, self.weight, self.y
+        entry, given = vivace.rms_norm._entry, []
+
+        def direct(*values):
+            given.append(values)
+            return 0
+
+        with unittest.mock.patch.object(entry, "direct", direct):
+            for args, options in [((x, weight), {"out": y}), ((x,), {"out": y, "weight": weight}), ((), {"weight": weight, "out": y, "x": x}),
+                                  ((x, weight), {"out": y, "scaling": "tensor", "residual": None, "eps": 1e-6})]:
+                self.assertIs(vivace.rms_norm(*args, **options), y)
+            self.assertEqual(given, [(x, weight, None, 1e-6, y, None, None)] * 4)
+            for args, options in [((x, weight), {}), ((x, weight), {"out": None}), ((x, weight), {"out": y, "scaling": "token"})]:
+                with self.assertRaises((TypeError, ValueError)):  # `build` asks more of x than it is
+                    vivace.rms_norm(*args, **options)
+            with unittest.mock.patch.object(_arrays, "traced", lambda: True), self.assertRaises(TypeError):
+                vivace.rms_norm(x, weight, out=y)
+            self.assertEqual(len(given), 4)
 
     def test_what_a_direct_call_leaves(self):
         x, weight, y = self.x, self.weight, self.y
         _, direct = self.bound(vivace.rms_norm, ENTRY._run)
-        self.assertEqual(direct(x, weight, eps=0.0, out=y), 0)
+        good = [x, weight, None, 0.0, y, None, None]
+        self.assertEqual(direct(*good), 0)
         self.assertAlmostEqual(y.memory[1], 8 / 12.5**0.5, places=6)
-        for args, options in [((x, weight), {}), ((x, weight), {"out": None}), ((x,), {"out": y}), ((x, None), {"out": y}), ((x, weight, x), {"out": y}),
-                              ((x, weight), {"out": y, "weight": weight}), ((x, weight), {"out": y, "scaling": "tensor"}), ((), {"out": y}),
-                              ((x, weight), {"out": y, "eps": None}), ((x, weight), {"out": y, "".join(["ep", "s"]): 0.0}), ((x, 5), {"out": y})]:
-            self.assertEqual(direct(*args, **options), -1, (args, options))
+        for place, value in ((0, None), (1, None), (4, None), (3, None), (1, 5), (2, "0")):
+            self.assertEqual(direct(*good[:place], value, *good[place + 1:]), -1, (place, value))
+        for wrong in ((), good[:-1], [*good, None]):
+            with self.assertRaisesRegex(TypeError, "needs 7 values"):
+                direct(*wrong)
         params = vivace.DecodeScheduleParams()
         _, direct = self.bound(vivace.decode_schedule, _library.ENTRIES["decode_schedule"]._run)
         for wrong in (params[:6], list(params), (*params[:6], "0"), None):
-            self.assertEqual(direct(x, x, wrong, out=y), -1, wrong)
-        self.assertEqual(direct(x, x, params, out=y), 1)
+            self.assertEqual(direct(x, x, wrong, y), -1, wrong)
+        self.assertEqual(direct(x, x, params, y), 1)
 
     def test_what_cannot_be_bound(self):
-        parameters, positional, values = ENTRY._parameters
-        for wrong in ((parameters, 9, values), (parameters, -1, values), (parameters, 2, values[1:]), ((("x", True, 8, 1),), 0, values),
-                      ((("x", True, 6, 3),), 0, values), ((("x", True, 0, 0),), 0, values), (parameters * 8, 2, values), (parameters, 2, (*values[:-1], "0"))):
+        parameters = ENTRY._parameters
+        for wrong in (((True, 8, 1),), ((True, 6, 3),), ((True, 0, 0),), parameters * 8):
             with self.assertRaises(ValueError):
-                _call.bind(site(), *wrong)
+                _call.bind(site(), wrong)
         with self.assertRaises(TypeError):
-            _call.bind(site(), (5,), 0, values)
+            _call.bind(site(), (5,))
         with self.assertRaises(ValueError):
-            _call.bind(_call.use, parameters, positional, values)
+            _call.bind(_call.use, parameters)
         call = site()
-        _call.bind(call, parameters, positional, values)
+        _call.bind(call, parameters)
         with self.assertRaisesRegex(ValueError, "has no parameters"):
-            _call.bind(call, parameters, positional, values)
+            _call.bind(call, parameters)
 
     def test_what_the_library_is_given(self):
         given = []

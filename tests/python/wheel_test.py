@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import pathlib
+import pydoc
 import subprocess
 import sys
 import sysconfig
@@ -116,6 +117,24 @@ class Wheel(unittest.TestCase):
                 missing = [p for p in inspect.signature(function).parameters if p not in hints]
                 self.assertEqual(missing, [], name)
                 self.assertIn("return", hints, name)
+
+    def test_operators_show_their_parameters(self):
+        import vivace
+        operators = {name: thing for name, thing in vars(vivace).items() if isinstance(thing, vivace.Operator)}
+        self.assertEqual(len(operators), len(vivace.operators()) + 1)  # linear_parts is one of linear's
+        for name, operator in operators.items():
+            signature, text = inspect.signature(operator), pydoc.render_doc(operator, renderer=pydoc.plaintext)
+            self.assertEqual(signature, inspect.signature(operator._build), name)
+            self.assertGreaterEqual(len(signature.parameters), 3, name)
+            self.assertIn(f"{name}({next(iter(signature.parameters))}: ", text)
+            for parameter in signature.parameters:
+                self.assertIn(f"{parameter}: ", text, name)
+            self.assertIn(inspect.getdoc(operator).splitlines()[0], text)
+            self.assertEqual((operator.__name__, operator.__module__, operator.__qualname__), (name, "vivace.ops", name))
+            for question, answer in (("explain", "Choice"), ("cost", "Cost"), ("workspace_bytes", "int")):
+                asked = getattr(operator, question)
+                self.assertEqual(inspect.signature(asked), signature.replace(return_annotation=answer), name)
+                self.assertEqual((asked.__qualname__, asked.__doc__), (f"{name}.{question}", getattr(vivace.Operator, question).__doc__))
 
 
 if __name__ == "__main__":
