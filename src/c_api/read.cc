@@ -56,6 +56,41 @@ bool measurable(const vivace_tensor& t) {
   return true;
 }
 
+/// The dimensions of most tensors, of which one look says that they are good: none is empty, and no number is near the end of 64 bits.
+/// Of others, where this is false, measurable() and mend_strides() say the same.
+bool copy_dimensions(const vivace_tensor& from, Tensor& tensor) {
+  constexpr int kFactorBits = 31, kProductBits = 50;
+  uint64_t factors = 0, products = 0, dense = 1, elements = 1;
+  bool overflows = false;
+  for (int i = from.rank - 1; i >= 0; --i) {
+    const auto extent = static_cast<uint64_t>(from.shape[i]);
+    const uint64_t stride = extent == 1 ? dense : static_cast<uint64_t>(from.stride[i]);
+    dense = extent * stride;
+    overflows |= __builtin_mul_overflow(elements, extent, &elements);
+    factors |= (extent - 1) | stride;  // where the extent is 0, all bits
+    products |= dense | elements;
+    tensor.shape[i] = static_cast<int64_t>(extent);
+    tensor.stride[i] = static_cast<int64_t>(stride);
+  }
+  return factors >> kFactorBits == 0 && products >> kProductBits == 0 && !overflows;
+}
+
+/// Everything but the dimensions.
+void copy_kind(const vivace_tensor& from, Tensor& tensor) {
+  tensor.data = from.data;
+  tensor.dtype = static_cast<DType>(from.dtype);
+  tensor.device = static_cast<Device>(from.device);
+  tensor.rank = from.rank;
+}
+
+/// A tensor that was found good.
+void copy_tensor(const vivace_tensor& from, Tensor& tensor) {
+  copy_kind(from, tensor);
+  std::copy_n(from.shape, from.rank, tensor.shape.begin());
+  std::copy_n(from.stride, from.rank, tensor.stride.begin());
+  mend_strides(tensor);
+}
+
 AttentionArgs read_attention(Reader& reader, const vivace_attention& from) {
   return {.q = reader.tensor("q", from.q),
           .k = reader.tensor("k", from.k),
@@ -86,19 +121,6 @@ DecodeScheduleParams read_params(const vivace_decode_schedule_params& from) {
           .piece_tiles = from.piece_tiles};
 }
 
-/// A tensor that was found good.
-Tensor tensor_of(const vivace_tensor& from) {
-  Tensor tensor;
-  tensor.data = from.data;
-  tensor.dtype = static_cast<DType>(from.dtype);
-  tensor.device = static_cast<Device>(from.device);
-  tensor.rank = from.rank;
-  std::copy_n(from.shape, from.rank, tensor.shape.begin());
-  std::copy_n(from.stride, from.rank, tensor.stride.begin());
-  mend_strides(tensor);
-  return tensor;
-}
-
 /// Whether both are the same elements.
 bool same_view(const Tensor& a, const Tensor& b) {
   return a.data == b.data && a.dtype == b.dtype && a.shape == b.shape && a.stride == b.stride;
@@ -107,26 +129,35 @@ bool same_view(const Tensor& a, const Tensor& b) {
 }  // namespace
 
 Tensor Reader::tensor(std::string_view name, const vivace_tensor& from) {
-  const Tensor tensor = read(name, from);
-  remember({.name = name, .from = &from, .written = false}, tensor);
+  Tensor tensor;
+  if (read(name, from, tensor)) remember(name, from, tensor);
   return tensor;
 }
 
 Tensor Reader::output(std::string_view name, const vivace_tensor& from, std::string_view itself,
                       std::string_view or_itself) {
-  const Tensor tensor = read(name, from);
-  remember({.name = name, .itself = itself, .or_itself = or_itself, .from = &from, .written = true}, tensor);
+  Tensor tensor;
+  if (!read(name, from, tensor)) return tensor;
+  if (Seen* seen = remember(name, from, tensor)) {
+    seen->written = true;
+    seen->itself = itself;
+    seen->or_itself = or_itself;
+  }
   return tensor;
 }
 
-void Reader::remember(const Seen& seen, const Tensor& tensor) {
-  if (!tensor.present() || count_ == places_.size()) return;
+Reader::Seen* Reader::remember(std::string_view name, const vivace_tensor& from, const Tensor& tensor) {
+  if (count_ == places_.size()) return nullptr;
   int64_t last = 0;
   for (int i = 0; i < tensor.rank; ++i) last += (tensor.shape[i] - 1) * tensor.stride[i];
   const DTypeInfo type = info_of(tensor.dtype);
-  Seen& kept = *std::construct_at(&places_[count_++].seen, seen);
-  kept.begin = reinterpret_cast<uintptr_t>(tensor.data);
-  kept.end = kept.begin + static_cast<uintptr_t>((last / type.block_elements + 1) * type.block_bytes);
+  if (type.block_elements > 1) last /= type.block_elements;
+  Seen* seen = std::construct_at(&places_[count_++].seen);
+  seen->name = name;
+  seen->from = &from;
+  seen->begin = reinterpret_cast<uintptr_t>(tensor.data);
+  seen->end = seen->begin + static_cast<uintptr_t>((last + 1) * type.block_bytes);
+  return seen;
 }
 
 Status Reader::apart() const {
@@ -136,7 +167,9 @@ Status Reader::apart() const {
     for (size_t j = 0; j < count_; ++j) {
       const Seen& other = places_[j].seen;
       if (i == j || (other.written && j < i) || out.begin >= other.end || other.begin >= out.end) continue;
-      const Tensor a = tensor_of(*out.from), b = tensor_of(*other.from);
+      Tensor a, b;
+      copy_tensor(*out.from, a);
+      copy_tensor(*other.from, b);
       if (!overlap(a, b)) continue;
       if ((other.name == out.itself || other.name == out.or_itself) && same_view(a, b)) continue;
       return invalid_argument("{}: {} overlaps {} in memory, needs memory of its own", place_, out.name,
@@ -146,10 +179,9 @@ Status Reader::apart() const {
   return {};
 }
 
-Tensor Reader::read(std::string_view name, const vivace_tensor& from) {
-  if (from.dtype == 0 || !status_.ok()) return {};
-  const auto dtype = static_cast<DType>(from.dtype);
-  if (from.dtype < 0 || from.dtype > std::numeric_limits<uint8_t>::max() || info_of(dtype).block_bytes == 0) {
+void Reader::check_kind(std::string_view name, const vivace_tensor& from) {
+  if (from.dtype < 0 || from.dtype > std::numeric_limits<uint8_t>::max() ||
+      info_of(static_cast<DType>(from.dtype)).block_bytes == 0) {
     fail(invalid_argument("{}: {}.dtype is {}, which is no type", place_, name, from.dtype));
   } else if (from.rank < 0 || from.rank > VIVACE_MAX_RANK) {
     fail(invalid_argument("{}: {}.rank is {}, needs 0 to {}", place_, name, from.rank, int{VIVACE_MAX_RANK}));
@@ -159,7 +191,10 @@ Tensor Reader::read(std::string_view name, const vivace_tensor& from) {
     fail(invalid_argument("{}: {} is on cuda:{}, needs cuda:{}, where the call runs", place_, name,
                           from.ordinal, ordinal_));
   }
-  for (int i = 0; status_.ok() && i < from.rank; ++i) {
+}
+
+void Reader::check_dimensions(std::string_view name, const vivace_tensor& from) {
+  for (int i = 0; i < from.rank; ++i) {
     if (from.shape[i] < 0 || (from.shape[i] > 1 && from.stride[i] < 0)) {
       fail(invalid_argument("{}: {}.{}[{}] is {}, needs at least 0", place_, name,
                             from.shape[i] < 0 ? "shape" : "stride", i,
@@ -169,7 +204,18 @@ Tensor Reader::read(std::string_view name, const vivace_tensor& from) {
   if (status_.ok() && !measurable(from)) {
     fail(invalid_argument("{}: {} has more bytes than 62 bits can count", place_, name));
   }
-  return status_.ok() ? tensor_of(from) : Tensor();
+}
+
+bool Reader::read(std::string_view name, const vivace_tensor& from, Tensor& tensor) {
+  if (from.dtype == 0 || !status_.ok()) return false;
+  check_kind(name, from);
+  if (!status_.ok()) return false;
+  copy_kind(from, tensor);
+  if (copy_dimensions(from, tensor)) return true;
+  check_dimensions(name, from);
+  tensor = Tensor();
+  if (status_.ok()) copy_tensor(from, tensor);
+  return status_.ok();
 }
 
 int64_t Reader::number(std::string_view name, int64_t value, int64_t low, int64_t high) {
@@ -180,7 +226,9 @@ int64_t Reader::number(std::string_view name, int64_t value, int64_t low, int64_
 
 ExpertWeights Reader::expert(std::string_view name, const vivace_expert_weights& from) {
   const auto part = [&](std::string_view which, const vivace_tensor& t) {
-    return t.dtype == 0 ? Tensor() : read(fmt::format("{}.{}", name, which), t);
+    Tensor tensor;
+    if (t.dtype != 0) read(fmt::format("{}.{}", name, which), t, tensor);
+    return tensor;
   };
   return {.gate = part("gate", from.gate),
           .up = part("up", from.up),

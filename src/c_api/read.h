@@ -67,11 +67,15 @@ class Reader {
     std::string_view name, itself, or_itself;
     const vivace_tensor* from;
     uintptr_t begin, end;
-    bool written;
+    bool written = false;
   };
 
-  Tensor read(std::string_view name, const vivace_tensor& from);
-  void remember(const Seen& seen, const Tensor& tensor);
+  /// Makes `tensor` what `from` is. False: it is absent, or something was wrong.
+  bool read(std::string_view name, const vivace_tensor& from, Tensor& tensor);
+  void check_kind(std::string_view name, const vivace_tensor& from);
+  void check_dimensions(std::string_view name, const vivace_tensor& from);
+  /// Null: there is no place left.
+  Seen* remember(std::string_view name, const vivace_tensor& from, const Tensor& tensor);
   void fail(Status status) {
     if (status_.ok()) status_ = std::move(status);
   }

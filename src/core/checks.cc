@@ -9,6 +9,15 @@
 
 namespace vivace {
 
+namespace {
+
+/// Names of dimensions are literals, of which most are one in the program.
+bool same_name(std::string_view a, std::string_view b) {
+  return a.size() == b.size() && (a.data() == b.data() || (a.back() == b.back() && a == b));
+}
+
+}  // namespace
+
 Checker& Checker::tensor(std::string_view name, const Tensor& tensor,
                          std::initializer_list<std::string_view> dims) {
   if (!ok()) return *this;
@@ -37,10 +46,10 @@ Checker& Checker::tensor(std::string_view name, const Tensor& tensor,
     } else if (axis == rank - 1 && stride != 1 && extent > 1) {
       status_ = invalid_argument("{}: {}.stride[{}] is {}, needs 1 (the last dimension is contiguous)", op_,
                                  name, axis, stride);
-    } else if (axis == rank - 1 && extent % block != 0) {
+    } else if (axis == rank - 1 && block > 1 && extent % block != 0) {
       status_ = invalid_argument("{}: {}.shape[{}] is {}, needs a multiple of {} for {}", op_, name, axis,
                                  extent, block, name_of(tensor.dtype));
-    } else if (axis < rank - 1 && stride % block != 0) {
+    } else if (axis < rank - 1 && block > 1 && stride % block != 0) {
       status_ = invalid_argument("{}: {}.stride[{}] is {}, needs a multiple of {} for {}", op_, name, axis,
                                  stride, block, name_of(tensor.dtype));
     }
@@ -105,7 +114,7 @@ Checker& Checker::that(bool fits, std::string_view name, double value, std::stri
 
 int64_t Checker::operator[](std::string_view dim) const {
   for (int i = 0; i < count_; ++i)
-    if (dims_[i].name == dim) return dims_[i].value;
+    if (same_name(dims_[i].name, dim)) return dims_[i].value;
   return 0;
 }
 
@@ -121,7 +130,7 @@ void Checker::agree(std::string_view tensor, int axis, int64_t extent, std::stri
   }
   for (int i = 0; i < count_; ++i) {
     const Dim& known = dims_[i];
-    if (known.name != dim) continue;
+    if (!same_name(known.name, dim)) continue;
     if (known.value == extent) return;
     const std::string source =
         known.axis < 0 ? std::string(known.tensor) : fmt::format("{}.shape[{}]", known.tensor, known.axis);

@@ -110,8 +110,8 @@ Status check_attention_contents(std::string_view op, const AttentionArgs& args, 
 }
 
 Facts attention_facts(const AttentionArgs& args) {
-  return Facts()
-      .add("head_dim", args.q.shape[2])
+  Facts facts;
+  facts.add("head_dim", args.q.shape[2])
       .add("heads_q", args.q.shape[1])
       .add("heads_kv", args.k.shape[2])
       .add("group", args.k.shape[2] > 0 ? args.q.shape[1] / args.k.shape[2] : 0)
@@ -120,6 +120,7 @@ Facts attention_facts(const AttentionArgs& args) {
       .add("kv", args.k.dtype)
       .add("k_alignment", alignment_of(args.k))
       .add("v_alignment", alignment_of(args.v));
+  return facts;
 }
 
 Cost attention_cost(const AttentionArgs& args) {

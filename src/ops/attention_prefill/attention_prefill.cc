@@ -7,13 +7,14 @@ namespace vivace {
 
 Facts attention_prefill_facts(const AttentionPrefillArgs& args) {
   const AttentionArgs& a = args.attention;
-  return attention_facts(a)
-      .add("pages", a.k.shape[0])
+  Facts facts = attention_facts(a);
+  facts.add("pages", a.k.shape[0])
       .add("split_tokens", args.split_tokens)
       .add("key_scales", a.k_scale.rank == 3 ? a.k_scale.elements() : 0)
       .add("output", a.output.dtype)
       .add("q_alignment", alignment_of(a.q))
       .add("output_alignment", alignment_of(a.output));
+  return facts;
 }
 
 Status attention_prefill(const AttentionPrefillArgs& args, const Stream& stream) {

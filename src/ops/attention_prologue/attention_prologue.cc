@@ -35,12 +35,13 @@ Status check_contents(const AttentionPrologueArgs& args) {
 }  // namespace
 
 Facts attention_prologue_facts(const AttentionPrologueArgs& args) {
-  return Facts()
-      .add("head_dim", args.q.shape[2])
+  Facts facts;
+  facts.add("head_dim", args.q.shape[2])
       .add("rotary_dim", args.cos_sin.shape[1])
       .add("qkv", args.qkv.dtype)
       .add("q", args.q.dtype)
       .add("kv", args.k.dtype);
+  return facts;
 }
 
 Status attention_prologue(const AttentionPrologueArgs& args, const Stream& stream) {

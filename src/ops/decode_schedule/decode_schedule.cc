@@ -8,11 +8,12 @@
 namespace vivace {
 
 Facts decode_schedule_facts(const DecodeScheduleArgs& args) {
-  return Facts()
-      .add("requests", args.kv_lengths.shape[0])
+  Facts facts;
+  facts.add("requests", args.kv_lengths.shape[0])
       .add("heads_kv", args.params.heads_kv)
       .add("workers", args.params.workers)
       .add("piece_tiles", args.params.piece_tiles);
+  return facts;
 }
 
 Status decode_schedule(const DecodeScheduleArgs& args, const Stream& stream) {

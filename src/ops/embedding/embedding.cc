@@ -6,11 +6,12 @@
 namespace vivace {
 
 Facts embedding_facts(const EmbeddingArgs& args) {
-  return Facts()
-      .add("tokens", args.ids.shape[0])
+  Facts facts;
+  facts.add("tokens", args.ids.shape[0])
       .add("hidden", args.table.shape[1])
       .add("table", args.table.dtype)
       .add("y", args.y.dtype);
+  return facts;
 }
 
 Status embedding(const EmbeddingArgs& args, const Stream& stream) {

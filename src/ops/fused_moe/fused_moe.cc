@@ -170,8 +170,8 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
   const DType down = stacked ? args.down.dtype : one_by_one ? args.experts[0].down.dtype : DType::none;
   const ExpertWeights& shared = args.shared;
   const bool with_shared = shared.present();
-  return Facts()
-      .add("tokens", args.x.shape[0])
+  Facts facts;
+  facts.add("tokens", args.x.shape[0])
       .add("hidden", args.x.shape[1])
       .add("intermediate", expert_intermediate(args))
       .add("experts", expert_count(args))
@@ -199,6 +199,7 @@ Facts fused_moe_facts(const FusedMoeArgs& args) {
       .add("down_alignment", alignment_of(args.down))
       .add("shared_alignment",
            std::min({alignment_of(shared.gate), alignment_of(shared.up), alignment_of(shared.down)}));
+  return facts;
 }
 
 QuantisedMoe quantised_moe(const FusedMoeArgs& args) {

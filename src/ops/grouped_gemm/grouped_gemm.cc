@@ -7,8 +7,8 @@
 namespace vivace {
 
 Facts grouped_gemm_facts(const GroupedGemmArgs& args) {
-  return Facts()
-      .add("rows", args.x.shape[0])
+  Facts facts;
+  facts.add("rows", args.x.shape[0])
       .add("groups", args.weight.shape[0])
       .add("n", args.weight.shape[1])
       .add("k", args.x.shape[1])
@@ -20,6 +20,7 @@ Facts grouped_gemm_facts(const GroupedGemmArgs& args) {
       .add("weight_alignment", alignment_of(args.weight))
       .add("y_alignment", alignment_of(args.y))
       .add("batch_invariant", int64_t{args.batch_invariant});
+  return facts;
 }
 
 Status grouped_gemm(const GroupedGemmArgs& args, const Stream& stream) {

@@ -44,8 +44,8 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
     y_alignment = std::min(y_alignment, alignment_of(part.y));
     scale_alignment = std::min(scale_alignment, alignment_of(part.weight_scale));
   }
-  return Facts()
-      .add("tokens", args.x.shape[0])
+  Facts facts;
+  facts.add("tokens", args.x.shape[0])
       .add("tokens_per_part", (args.x.shape[0] + parts - 1) / parts)
       .add("k", args.x.shape[1])
       .add("n", args.parts[0].weight.shape[0])
@@ -67,6 +67,7 @@ Facts facts_of(const LinearArgs& args, bool cublaslt_algorithm) {
       .add("scale_alignment", scale_alignment)
       .add("cublaslt", int64_t{args.x.device == Device::cuda && cublaslt_found()})
       .add("cublaslt_algorithm", int64_t{cublaslt_algorithm});
+  return facts;
 }
 
 /// How a call runs.

@@ -7,10 +7,11 @@
 namespace vivace {
 
 Facts quantize_fp8_facts(const QuantizeFp8Args& args) {
-  return Facts()
-      .add("width", args.x.shape[1])
+  Facts facts;
+  facts.add("width", args.x.shape[1])
       .add("x", args.x.dtype)
       .add("scaling", static_cast<int64_t>(args.scaling));
+  return facts;
 }
 
 Status quantize_fp8(const QuantizeFp8Args& args, const Stream& stream) {

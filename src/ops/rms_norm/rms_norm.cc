@@ -9,11 +9,12 @@
 namespace vivace {
 
 Facts rms_norm_facts(const RmsNormArgs& args) {
-  return Facts()
-      .add("hidden", args.x.shape[1])
+  Facts facts;
+  facts.add("hidden", args.x.shape[1])
       .add("x", args.x.dtype)
       .add("weight", args.weight.dtype)
       .add("y", args.y.dtype);
+  return facts;
 }
 
 Status rms_norm(const RmsNormArgs& args, const Stream& stream) {

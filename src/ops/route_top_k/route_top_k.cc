@@ -9,11 +9,12 @@
 namespace vivace {
 
 Facts route_top_k_facts(const RouteTopKArgs& args) {
-  return Facts()
-      .add("experts", args.scores.shape[1])
+  Facts facts;
+  facts.add("experts", args.scores.shape[1])
       .add("top_k", args.expert_ids.shape[1])
       .add("groups", args.groups)
       .add("zero_experts", args.zero_experts);
+  return facts;
 }
 
 bool chooses_nobody(const RouteTopKArgs& args, int64_t token) {

@@ -12,8 +12,8 @@ Facts router_gemm_facts(const RouterGemmArgs& args) {
   for (int i = 1; i < std::min(args.weight.term_count, RouterWeight::kMaxTerms); ++i) {
     weight_alignment = std::min(weight_alignment, alignment_of(args.weight.terms[i]));
   }
-  return Facts()
-      .add("tokens", args.x.shape[0])
+  Facts facts;
+  facts.add("tokens", args.x.shape[0])
       .add("hidden", args.x.shape[1])
       .add("experts", args.scores.shape[1])
       .add("terms", args.weight.term_count)
@@ -23,6 +23,7 @@ Facts router_gemm_facts(const RouterGemmArgs& args) {
       .add("weight_alignment", weight_alignment)
       .add("scores", args.scores.dtype)
       .add("batch_invariant", int64_t{args.batch_invariant});
+  return facts;
 }
 
 Status router_gemm(const RouterGemmArgs& args, const Stream& stream) {

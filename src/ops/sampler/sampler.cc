@@ -37,10 +37,9 @@ Status check_sample_params(const SampleParams& p) {
 }
 
 Facts sampler_facts(const SamplerArgs& args) {
-  return Facts()
-      .add("rows", args.logits.shape[0])
-      .add("vocab", args.logits.shape[1])
-      .add("logits", args.logits.dtype);
+  Facts facts;
+  facts.add("rows", args.logits.shape[0]).add("vocab", args.logits.shape[1]).add("logits", args.logits.dtype);
+  return facts;
 }
 
 namespace {

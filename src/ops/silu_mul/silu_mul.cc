@@ -7,11 +7,12 @@
 namespace vivace {
 
 Facts silu_mul_facts(const SiluMulArgs& args) {
-  return Facts()
-      .add("intermediate", args.gate.shape[1])
+  Facts facts;
+  facts.add("intermediate", args.gate.shape[1])
       .add("gate", args.gate.dtype)
       .add("y", args.y.dtype)
       .add("quantised_width", args.y.dtype == DType::fp8_e4m3 ? args.y.shape[1] : 0);
+  return facts;
 }
 
 Status silu_mul(const SiluMulArgs& args, const Stream& stream) {
