@@ -1,8 +1,14 @@
 #include "src/ops/attention_decode/cases.h"
 
+#include <array>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <thread>
+#include <utility>
 
+#include "src/device/runtime.h"
+#include "src/ops/attention_decode/form.h"
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/decode_schedule/view.h"
 #include "tests/large.h"
@@ -701,6 +707,131 @@ TEST(AttentionDecode, OutOfRangeOnTheGpu) {
     });
   }
 }
+
+/// Whatever a check looks at makes another form; an address only by its alignment.
+TEST(AttentionDecode, TheFormOfACall) {
+  AttentionDecodeArgs args;
+  AttentionArgs& a = args.attention;
+  DecodeScheduleParams& p = args.params;
+  const std::array tensors = {&a.q,           &a.k,      &a.v,           &a.page_table,  &a.kv_lengths,
+                              &a.query_start, &a.output, &a.q_scale,     &a.k_scale,     &a.v_scale,
+                              &a.sinks,       &a.lse,    &args.schedule, &args.workspace};
+  for (size_t i = 0; i < tensors.size(); i += 2)  // the others are absent
+    *tensors[i] = Tensor(reinterpret_cast<void*>(0x10000 * (i + 1)), DType::bf16, {2, 3, 4}, Device::cuda);
+  Stream stream{.device = Device::cuda, .compute_capability = 90};
+  const CallForm form = attention_decode_form(args, stream);
+  const auto changes = [&](auto& field, const auto& value) {
+    const auto before = std::exchange(field, value);
+    const bool changed = !(attention_decode_form(args, stream) == form);
+    field = before;
+    return changed;
+  };
+  for (Tensor* tensor : tensors) {
+    SCOPED_TRACE(tensor - &a.q);
+    const auto moved = [&](int64_t bytes) { return static_cast<char*>(tensor->data) + bytes; };
+    EXPECT_TRUE(changes(tensor->dtype, DType::f32));
+    EXPECT_TRUE(changes(tensor->device, tensor->present() ? Device::cpu : Device::cuda));
+    EXPECT_TRUE(changes(tensor->rank, tensor->rank == 3 ? 2 : 1));
+    EXPECT_TRUE(changes(tensor->rank, 7));
+    EXPECT_TRUE(changes(tensor->rank, -1));
+    for (int64_t bytes : {1, 2, 4, 8, 16, 32, 64, 128})
+      EXPECT_TRUE(changes(tensor->data, static_cast<void*>(moved(bytes))));
+    EXPECT_EQ(changes(tensor->data, static_cast<void*>(nullptr)), tensor->present());
+    if (!tensor->present()) continue;
+    EXPECT_FALSE(changes(tensor->data, static_cast<void*>(moved(256))));
+    for (int i = 0; i < tensor->rank; ++i) {
+      EXPECT_TRUE(changes(tensor->shape[i], tensor->shape[i] + 1));
+      EXPECT_TRUE(changes(tensor->stride[i], tensor->stride[i] + 1));
+    }
+  }
+  for (double* value : {&a.softmax_scale, &a.soft_cap}) {
+    EXPECT_TRUE(changes(*value, 1.));
+    EXPECT_TRUE(changes(*value, std::nan("")));
+  }
+  for (int64_t* value : {&a.window, &args.max_query_tokens, &p.heads_kv, &p.tile_tokens, &p.workers,
+                         &p.min_tiles, &p.request_cost, &p.window, &p.piece_tiles}) {
+    EXPECT_TRUE(changes(*value, *value + 1));
+  }
+  EXPECT_TRUE(changes(stream.ordinal, 1));
+  EXPECT_TRUE(changes(stream.compute_capability, 80));
+}
+
+/// `good()` passes; so it does before and after each call that differs from `args` in one thing, and is refused for that.
+template <class Good>
+void expect_refusals_between(const AttentionDecodeArgs& args, const Stream& stream, const Good& good) {
+  const auto refused = [&](const char* said, auto change) {
+    AttentionDecodeArgs changed = args;
+    change(changed);
+    for (int i = 0; i < 2; ++i) {
+      good();
+      EXPECT_FAILS(attention_decode(changed, stream), Code::invalid_argument, said);
+      EXPECT_FAILS(attention_decode(changed, stream), Code::invalid_argument, said);
+    }
+  };
+  using Args = AttentionDecodeArgs;
+  refused("k.shape[3] is", [](Args& args) { --args.attention.k.shape[3]; });
+  refused("needs v of type ", [](Args& args) { args.attention.v.dtype = DType::f16; });
+  refused("q.stride[2] is 2", [](Args& args) { args.attention.q.stride[2] = 2; });
+  refused("kv_lengths is on ", [&](Args& args) {
+    args.attention.kv_lengths.device = stream.device == Device::cpu ? Device::cuda : Device::cpu;
+  });
+  refused("lse.shape[0] is", [](Args& args) { --args.attention.lse.shape[0]; });
+  refused("schedule.shape[0] is 20", [](Args& args) { args.schedule.shape[0] = 20; });
+  refused("workspace is absent", [](Args& args) { args.workspace = Tensor(); });
+  refused("max_query_tokens is 9", [](Args& args) { args.max_query_tokens = 9; });
+  refused("soft_cap is -1", [](Args& args) { args.attention.soft_cap = -1; });
+  refused("params.workers is 0", [](Args& args) { args.params.workers = 0; });
+  refused("output is a null pointer", [](Args& args) { args.attention.output.data = nullptr; });
+  std::thread([&] {
+    refused("output.shape[1] is", [](Args& args) { --args.attention.output.shape[1]; });
+  }).join();
+}
+
+/// Calls that were found good make none good that differs: at the same addresses, in any order, and from any thread.
+TEST(AttentionDecode, AGoodCallVouchesForNoOther) {
+  on_streams([](Stream stream, DType type) {
+    Dispatch dispatch;
+    stream.dispatch = &dispatch;
+    AttentionCase c{.name = "", .requests = {{300, 1}, {64, 1}}, .q = type, .kv = type};
+    AttentionDecodeProblem p({c, {.workers = 5}}, 1), want({c, {.workers = 5}}, 1);
+    const Guarded workspace(DType::u8, {*attention_decode_workspace_bytes(p.args, stream)});
+    p.args.workspace = workspace;
+    ASSERT_OK(attention_decode_reference(want.args, Stream{}));
+    const AttentionBounds bounds = attention_bounds(want.args.attention, stream.device);
+    const auto good = [&] {
+      p.output.poison();
+      ASSERT_OK(done(attention_decode(p.args, stream), stream));
+      EXPECT_TRUE(close(p.args.attention.output, want.args.attention.output, bounds.output));
+    };
+    expect_refusals_between(p.args, stream, good);
+    // A preference counts for calls that were known before.
+    ASSERT_OK(dispatch.prefer("attention_decode=reference"));
+    const Status status = attention_decode(p.args, stream);
+    EXPECT_EQ(status.code(), stream.device == Device::cuda ? Code::unsupported : Code::ok);
+    EXPECT_EQ(attention_decode_explain(p.args, stream).row, stream.device == Device::cuda ? "" : "reference");
+  });
+}
+
+#if VIVACE_CUDA
+/// The same where there is no GPU: a call that passes ends in what its row says of that.
+TEST(AttentionDecode, AGoodCallVouchesForNoOtherWithoutAGpu) {
+  if (device::device_count() > 0) GTEST_SKIP() << "it would run";
+  const Stream stream{.device = Device::cuda, .compute_capability = 90};
+  AttentionDecodeProblem p(
+      {{.name = "", .requests = {{300, 1}, {64, 1}}, .q = DType::bf16, .kv = DType::bf16}, {.workers = 5}},
+      1);
+  AttentionArgs& a = p.args.attention;
+  for (Tensor* tensor :
+       {&a.q, &a.k, &a.v, &a.page_table, &a.kv_lengths, &a.query_start, &a.output, &a.lse, &p.args.schedule})
+    tensor->device = Device::cuda;
+  const Guarded workspace(DType::u8, {*attention_decode_workspace_bytes(p.args, stream)});
+  p.args.workspace = workspace;
+  p.args.workspace.device = Device::cuda;
+  expect_refusals_between(p.args, stream, [&] {
+    EXPECT_FAILS(attention_decode(p.args, stream), Code::device_error, "cuTensorMapEncodeTiled");
+  });
+}
+#endif
 
 #if VIVACE_CUDA
 /// The cases that are there for the Hopper row are none that it leaves to another.

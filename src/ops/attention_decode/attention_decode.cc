@@ -5,6 +5,7 @@
 #include "src/cpu/thread_pool.h"
 #include "src/device/runtime.h"
 #include "src/ops/attention/args.h"
+#include "src/ops/attention_decode/form.h"
 #include "src/ops/attention_decode/gpu_schedule.h"
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/decode_schedule/view.h"
@@ -35,8 +36,8 @@ Facts attention_decode_facts(const AttentionDecodeArgs& args) {
   const AttentionArgs& a = args.attention;
   const int64_t rows = unit_rows(args);
   const int64_t box_keys = sm90_box_keys(std::max<int64_t>(1, a.k.shape[3] * info_of(a.k.dtype).block_bytes));
-  return attention_facts(a)
-      .add("max_query_tokens", args.max_query_tokens)
+  Facts facts = attention_facts(a);
+  facts.add("max_query_tokens", args.max_query_tokens)
       .add("unit_rows", rows)
       .add("unit_values", rows * a.q.shape[2])
       .add("pages", a.k.shape[0])
@@ -46,9 +47,35 @@ Facts attention_decode_facts(const AttentionDecodeArgs& args) {
       .add("ctas", ctas_of(args.params.workers, rows_plan(rows, a.k.shape[3])))
       .add("q_alignment", alignment_of(a.q))
       .add("output_alignment", alignment_of(a.output));
+  return facts;
 }
 
-Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
+CallForm attention_decode_form(const AttentionDecodeArgs& args, const Stream& stream) {
+  const AttentionArgs& a = args.attention;
+  const DecodeScheduleParams& p = args.params;
+  static_assert(sizeof(AttentionArgs) == 12 * sizeof(Tensor) + 3 * 8 &&
+                    sizeof(DecodeScheduleParams) == 7 * 8 &&
+                    sizeof(AttentionDecodeArgs) == sizeof(a) + sizeof(p) + 2 * sizeof(Tensor) + 2 * 8,
+                "all are here but old_keys_ready, at which no check looks");
+  CallForm form;
+  form.add(int64_t{stream.ordinal}).add(int64_t{stream.compute_capability});
+  for (const Tensor* tensor :
+       {&a.q, &a.k, &a.v, &a.page_table, &a.kv_lengths, &a.query_start, &a.output, &a.q_scale, &a.k_scale,
+        &a.v_scale, &a.sinks, &a.lse, &args.schedule, &args.workspace}) {
+    form.add(*tensor);
+  }
+  for (double value : {a.softmax_scale, a.soft_cap}) form.add(value);
+  for (int64_t value : {a.window, args.max_query_tokens, p.heads_kv, p.tile_tokens, p.workers, p.min_tiles,
+                        p.request_cost, p.window, p.piece_tiles}) {
+    form.add(value);
+  }
+  return form;
+}
+
+namespace {
+
+/// Checks a call and chooses its row; null where there is nothing to do.
+Status look_at(const AttentionDecodeArgs& args, const Stream& stream, const Row<AttentionDecodeArgs>*& row) {
   Checker check(kName, stream);
   VIVACE_TRY(check_decode(args, check));
   const int64_t requests = check["requests"];
@@ -66,7 +93,22 @@ Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
     VIVACE_TRY(check_schedule(kName, args.schedule.as<const int32_t>(), args.params,
                               args.attention.kv_lengths, args.attention.query_start));
   }
-  return dispatch_in_workspace(kAttentionDecode, args, stream);
+  return choose_in_workspace(kAttentionDecode, args, stream, row);
+}
+
+}  // namespace
+
+Status attention_decode(const AttentionDecodeArgs& args, const Stream& stream) {
+  static thread_local KnownCalls<AttentionDecodeArgs> known;
+  const bool may_know = known.may_know(stream);
+  const CallForm form = may_know ? attention_decode_form(args, stream) : CallForm();
+  const Row<AttentionDecodeArgs>* row = may_know ? known.find(form) : nullptr;
+  if (row == nullptr) {
+    VIVACE_TRY(look_at(args, stream, row));
+    if (row == nullptr || stream.check_only) return {};
+    if (may_know) known.add(form, *row);
+  }
+  return run_counted(kAttentionDecode, *row, args, stream, [&] { return row->run(args, stream); });
 }
 
 namespace {
