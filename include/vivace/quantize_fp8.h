@@ -34,7 +34,7 @@ struct QuantizeFp8Args {
 /// Cost     quantize_fp8_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a row does not depend on the rows beside it.
-/// Fails    invalid_argument: a shape, stride or type disagrees. unsupported: no row fits.
+/// Fails    invalid_argument: a shape, stride or type disagrees; on the CPU a given scale is not finite or <= 0. unsupported: no row fits.
 /// Source   src/ops/quantize_fp8/
 Status quantize_fp8(const QuantizeFp8Args& args, const Stream& stream);
 Cost quantize_fp8_cost(const QuantizeFp8Args& args);

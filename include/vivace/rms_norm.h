@@ -31,7 +31,7 @@ struct RmsNormArgs {
 /// Cost     rms_norm_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; a row does not depend on the rows beside it.
-/// Fails    invalid_argument: a shape, stride or type disagrees, or eps is negative or not finite.
+/// Fails    invalid_argument: a shape, stride or type disagrees; eps is negative or not finite; a scale as in quantize_fp8.
 ///          unsupported: no row fits.
 /// Source   src/ops/rms_norm/
 Status rms_norm(const RmsNormArgs& args, const Stream& stream);

@@ -27,7 +27,7 @@ struct SiluMulArgs {
 /// Cost     silu_mul_cost().
 /// Runs     on `stream`; allocates nothing.
 /// Repeats  bit for bit; an element depends on nothing but its gate and up.
-/// Fails    invalid_argument: a shape, stride or type disagrees. unsupported: no row fits.
+/// Fails    invalid_argument: a shape, stride or type disagrees, or a scale as in quantize_fp8. unsupported: no row fits.
 /// Source   src/ops/silu_mul/
 Status silu_mul(const SiluMulArgs& args, const Stream& stream);
 Cost silu_mul_cost(const SiluMulArgs& args);

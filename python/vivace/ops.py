@@ -195,7 +195,8 @@ def rms_norm(x: Array, weight: Array, *, residual: Array | None = None, eps: flo
     weight            [hidden], f32, f16 or bf16
     out_fp8           [tokens, hidden], fp8: what quantize_fp8 makes of out, beside it
     scaling           of fp8 out, or of out_fp8
-    out_scale         f32: [1], given, for scaling "tensor"; [tokens], made, for "token"; [tokens, ceil(hidden / 128)], made, for "block"
+    out_scale         f32: [1], given, for scaling "tensor"; [tokens], made, for "token"; [tokens, ceil(hidden / 128)], made, for "block";
+                      a given one as in quantize_fp8
     """
     if out is None:
         out = empty(x, shape_of(x), dtype_of(x))
@@ -614,6 +615,7 @@ def quantize_fp8(x: Array, *, scaling: str = "token", scale: Array | None = None
 
     x, out   [tokens, width]; x f32, bf16 or f16
     scaling  "tensor": scale f32 [1] is given; "token": f32 [tokens], made; "block": f32 [tokens, ceil(width / 128)], made
+    scale    a given one is finite and above 0: another is refused on the CPU, and on a GPU nobody looks at it
     """
     code = _choice_of("quantize_fp8: scaling", scaling, _SCALING)
     if out is None:

@@ -1,6 +1,14 @@
 #include "src/ops/quantize_fp8/cases.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
 #include "src/ops/quantize_fp8/table.h"
 #include "tests/ops/fp8_test.h"
+#include "vivace/rms_norm.h"
+#include "vivace/silu_mul.h"
 
 namespace vivace {
 namespace {
@@ -114,6 +122,37 @@ TEST(QuantizeFp8, RefusesWhatDisagrees) {
   EXPECT_FAILS(quantize_fp8(args, Stream{}), Code::invalid_argument, "scaling is 7, needs tensor (0)");
   EXPECT_FAILS(quantize_fp8(p.args, Stream{.device = Device::cuda}), Code::invalid_argument,
                "x is on cpu, needs cuda");
+}
+
+/// Under such a scale nothing could be told from the result.
+TEST(QuantizeFp8, RefusesAGivenScaleThatIsNone) {
+  float scale = 1;
+  float x[4] = {1, 2, 3, 4};
+  uint8_t y[4] = {7, 7, 7, 7};
+  const Tensor numbers(x, DType::f32, {1, 4}), weight(x, DType::f32, {4}), fp8(y, DType::fp8_e4m3, {1, 4}),
+      given(&scale, DType::f32, {1});
+  const std::pair<float, const char*> wrong[] = {{0.f, "0"},   {-0.f, "-0"},   {-1.f, "-1"},
+                                                 {NAN, "nan"}, {-NAN, "-nan"}, {INFINITY, "inf"}};
+  const auto calls = [&](auto&& expect) {
+    expect(quantize_fp8({.x = numbers, .y = fp8, .scale = given}, Stream{}), "quantize_fp8: scale[0] is ");
+    expect(rms_norm({.x = numbers, .weight = weight, .y = fp8, .y_scale = given}, Stream{}),
+           "rms_norm: y_scale[0] is ");
+    expect(silu_mul({.gate = numbers, .up = numbers, .y = fp8, .y_scale = given}, Stream{}),
+           "silu_mul: y_scale[0] is ");
+  };
+  for (const auto& [value, said] : wrong) {
+    scale = value;
+    calls([&, said = said](const Status& status, const std::string& place) {
+      EXPECT_FAILS(status, Code::invalid_argument, place + said + ", needs a finite number > 0");
+    });
+    EXPECT_TRUE(std::all_of(y, y + 4, [](uint8_t code) { return code == 7; }));
+    // A question does not look at it.
+    Stream question;
+    question.check_only = true;
+    EXPECT_OK(quantize_fp8({.x = numbers, .y = fp8, .scale = given}, question));
+  }
+  scale = 0x1p-149f;
+  calls([](const Status& status, const std::string&) { EXPECT_OK(status); });
 }
 
 }  // namespace

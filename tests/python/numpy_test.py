@@ -642,6 +642,18 @@ class Errors(unittest.TestCase):
                         question(*args)
                     self.assertEqual(str(asked.exception), str(run.exception))
 
+    def test_given_scales_that_are_none(self):
+        x, weight, out = np.ones((2, 8), "float32"), np.ones(8, "float32"), vivace.Typed(np.full((2, 8), 7, "uint8"), "fp8_e4m3")
+        for wrong in (0, -1, np.nan, np.inf):
+            scale = np.array([wrong], "float32")
+            for said, call in ((f"quantize_fp8: scale[0] is {wrong}", lambda: vivace.quantize_fp8(x, scaling="tensor", scale=scale, out=out)),
+                               (f"rms_norm: out_scale[0] is {wrong}", lambda: vivace.rms_norm(x, weight, out=out, out_scale=scale)),
+                               (f"silu_mul: out_scale[0] is {wrong}", lambda: vivace.silu_mul(x, x, out=out, out_scale=scale))):
+                with self.assertRaises(ValueError) as caught:
+                    call()
+                self.assertEqual(str(caught.exception), f"{said}, needs a finite number > 0")
+        self.assertTrue((out.array == 7).all())
+
     def test_scales_without_a_scaling(self):
         x, weight = np.ones((4, 256), "float32"), vivace.numbers.fp8(np.ones((8, 256), "float32"))
         one = np.ones(1, "float32")

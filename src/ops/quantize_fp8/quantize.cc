@@ -4,8 +4,8 @@
 
 namespace vivace {
 
-Status check_scales(std::string_view op, Checker& check, std::string_view name, const Tensor& y,
-                    const Tensor& scale, Fp8Scaling scaling, std::string_view width) {
+Status check_scales(std::string_view op, Checker& check, const Stream& stream, std::string_view name,
+                    const Tensor& y, const Tensor& scale, Fp8Scaling scaling, std::string_view width) {
   VIVACE_TRY(check.status());
   if (y.dtype != DType::fp8_e4m3) {
     if (!scale.present()) return {};
@@ -28,7 +28,11 @@ Status check_scales(std::string_view op, Checker& check, std::string_view name, 
       return invalid_argument("{}: scaling is {}, needs tensor (0), token (1) or block (2)", op,
                               static_cast<int>(scaling));
   }
-  return check.dtype(name, scale, dtypes_mask(DType::f32)).status();
+  VIVACE_TRY(check.dtype(name, scale, dtypes_mask(DType::f32)).status());
+  if (scaling != Fp8Scaling::tensor || !stream.readable()) return {};
+  const float given = *scale.as<const float>();
+  if (std::isfinite(given) && given > 0) return {};
+  return invalid_argument("{}: {}[0] is {}, needs a finite number > 0", op, name, given);
 }
 
 }  // namespace vivace

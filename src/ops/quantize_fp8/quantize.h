@@ -60,7 +60,7 @@ void quantize_row(Value&& value, int64_t width, Fp8Scaling scaling, float* scale
 
 /// The scales that belong to `y`: a tensor `name` exactly when y is fp8, f32, of the shape that `scaling` says. `check`
 /// knows the dimensions "tokens" and `width`, which names y's columns.
-Status check_scales(std::string_view op, Checker& check, std::string_view name, const Tensor& y,
-                    const Tensor& scale, Fp8Scaling scaling, std::string_view width);
+Status check_scales(std::string_view op, Checker& check, const Stream& stream, std::string_view name,
+                    const Tensor& y, const Tensor& scale, Fp8Scaling scaling, std::string_view width);
 
 }  // namespace vivace

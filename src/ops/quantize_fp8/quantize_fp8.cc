@@ -21,7 +21,7 @@ Status quantize_fp8(const QuantizeFp8Args& args, const Stream& stream) {
       .dtype("x", args.x, dtypes_mask(DType::f32, DType::bf16, DType::f16))
       .dtype("y", args.y, dtypes_mask(DType::fp8_e4m3))
       .written("y", args.y);
-  VIVACE_TRY(check_scales("quantize_fp8", check, "scale", args.y, args.scale, args.scaling, "width"));
+  VIVACE_TRY(check_scales("quantize_fp8", check, stream, "scale", args.y, args.scale, args.scaling, "width"));
   if (args.x.elements() == 0) return {};
   return dispatch(kQuantizeFp8, args, stream);
 }

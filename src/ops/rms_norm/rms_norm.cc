@@ -34,7 +34,7 @@ Status rms_norm(const RmsNormArgs& args, const Stream& stream) {
       .written("y", args.y)
       .written("y_fp8", args.y_fp8)
       .that(std::isfinite(args.eps) && args.eps >= 0, "eps", args.eps, "a finite number >= 0");
-  VIVACE_TRY(check_scales("rms_norm", check, "y_scale", args.y_fp8.present() ? args.y_fp8 : args.y,
+  VIVACE_TRY(check_scales("rms_norm", check, stream, "y_scale", args.y_fp8.present() ? args.y_fp8 : args.y,
                           args.y_scale, args.y_scaling, "hidden"));
   if (args.x.elements() == 0) return {};
   return dispatch(kRmsNorm, args, stream);

@@ -24,8 +24,8 @@ Status silu_mul(const SiluMulArgs& args, const Stream& stream) {
       .dtype("up", args.up, dtypes_mask(args.gate.dtype))
       .dtype("y", args.y, dtypes_mask(args.gate.dtype, DType::fp8_e4m3))
       .written("y", args.y);
-  VIVACE_TRY(
-      check_scales("silu_mul", check, "y_scale", args.y, args.y_scale, args.y_scaling, "intermediate"));
+  VIVACE_TRY(check_scales("silu_mul", check, stream, "y_scale", args.y, args.y_scale, args.y_scaling,
+                          "intermediate"));
   if (args.gate.elements() == 0) return {};
   return dispatch(kSiluMul, args, stream);
 }
