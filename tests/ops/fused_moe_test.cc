@@ -418,7 +418,7 @@ constexpr FusedMoeCase kPairs{
     "fp8, pairs of CTAs", 2000, 1008, 520, 8, 2, DType::fp8_e4m3, MoeRouting::any, 0, false, 0,
     DType::fp8_e4m3};
 constexpr FusedMoeCase kPairsOfThree{"fp8, pairs of CTAs, three warp groups",
-                                     560,
+                                     1400,
                                      1040,
                                      520,
                                      8,
