@@ -349,6 +349,34 @@ vivace_code vivace_route_top_k(const vivace_route_top_k_args* args, const vivace
 vivace_code vivace_route_top_k_cost(const vivace_route_top_k_args* args, vivace_cost* cost);
 vivace_code vivace_route_top_k_explain(const vivace_route_top_k_args* args, const vivace_stream* stream, const char** json);
 
+/* vivace_router_gemm and vivace_route_top_k in one call, which is one kernel where that is faster. */
+typedef struct vivace_choose_experts_args {
+  size_t struct_bytes;
+  vivace_tensor x; /* [tokens, hidden], f32 or bf16 */
+  vivace_router_weight weight;
+  vivace_tensor bias;            /* optional, f32 [experts]: of the scores */
+  vivace_tensor scores;          /* optional out, f32 [tokens, experts]: the logits, if somebody wants them */
+  vivace_tensor correction_bias; /* optional, f32 [experts]: for the choice, not in the weights */
+  vivace_tensor expert_ids;      /* out, i32 [tokens, top_k] */
+  vivace_tensor expert_weights;  /* out, f32 [tokens, top_k] */
+  vivace_tensor zero_weight;     /* out, f32 [tokens]; present exactly when zero_experts > 0 */
+  vivace_tensor live_tokens;     /* optional, i32 [1]: tokens from this number on are padding */
+  vivace_tensor workspace;       /* u8 [>= vivace_choose_experts_workspace_bytes()]; absent when that is 0 */
+  uint64_t current_version;      /* of the weight as it is now; another than weight.version is refused */
+  int64_t scoring;
+  int64_t renormalise;
+  double scale;       /* factor on the weights, after renormalisation */
+  int64_t groups;     /* 0: 1 */
+  int64_t top_groups; /* 0: 1 */
+  int64_t zero_experts;
+  int64_t batch_invariant; /* a token's bits must not depend on how many tokens there are */
+  int64_t weight_ready;    /* the caller's word: vivace/router_gemm.h */
+} vivace_choose_experts_args;
+vivace_code vivace_choose_experts(const vivace_choose_experts_args* args, const vivace_stream* stream);
+vivace_code vivace_choose_experts_cost(const vivace_choose_experts_args* args, vivace_cost* cost);
+vivace_code vivace_choose_experts_explain(const vivace_choose_experts_args* args, const vivace_stream* stream, const char** json);
+vivace_code vivace_choose_experts_workspace_bytes(const vivace_choose_experts_args* args, const vivace_stream* stream, int64_t* bytes);
+
 /* The three matrices of one expert. */
 typedef struct vivace_expert_weights {
   vivace_tensor gate; /* [intermediate, hidden] */

@@ -16,9 +16,9 @@ from . import _library, numbers
 from ._arrays import Shape, Typed, current_stream, use_stream
 from ._library import Choice, Cost, configure
 from .ops import (Array, DecodeScheduleParams, ExpertWeights, Operator, Route, RouterWeight, Sampled, attention_decode,
-                  attention_decode_schedule_params, attention_prefill, attention_prologue, decode_attention, decode_schedule,
-                  decode_schedule_ints, embedding, empty_scale, fused_moe, grouped_gemm, linear, linear_parts, prepare_router_weight,
-                  quantize_fp8, rms_norm, route_top_k, router_gemm, sampler, silu_mul)
+                  attention_decode_schedule_params, attention_prefill, attention_prologue, choose_experts, decode_attention,
+                  decode_schedule, decode_schedule_ints, embedding, empty_scale, fused_moe, grouped_gemm, linear, linear_parts,
+                  prepare_router_weight, quantize_fp8, rms_norm, route_top_k, router_gemm, sampler, silu_mul)
 
 __version__: str = _library.LIBRARY.vivace_version().decode()
 
@@ -50,7 +50,7 @@ def explain(model_config: Any, *, tp: int = 1, page_tokens: int = 64, kv_dtype: 
 
 
 __all__ = ["Array", "Choice", "Cost", "DecodeScheduleParams", "ExpertWeights", "Operator", "Route", "RouterWeight", "Sampled", "Shape", "Typed",
-           "attention_decode", "attention_decode_schedule_params", "attention_prefill", "attention_prologue", "build", "configure",
+           "attention_decode", "attention_decode_schedule_params", "attention_prefill", "attention_prologue", "build", "choose_experts", "configure",
            "counts", "current_stream", "decode_attention", "decode_schedule", "decode_schedule_ints", "embedding", "empty_scale", "explain",
            "fused_moe", "grouped_gemm", "linear", "linear_parts", "numbers", "operators", "prepare_router_weight", "quantize_fp8",
            "rms_norm", "route_top_k", "router_gemm", "sampler", "silu_mul", "use_stream"]

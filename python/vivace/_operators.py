@@ -33,6 +33,10 @@ _TABLE = {
                     "weight_version:int bias? scores! current_version:int batch_invariant:int weight_ready:int"),
     "route_top_k": ("scores correction_bias? expert_ids! expert_weights! zero_weight?! live_tokens? scoring:int renormalise:int "
                     "scale:float groups:int top_groups:int zero_experts:int"),
+    "choose_experts": ("x weight_terms_0 weight_terms_1? weight_terms_2? weight_term_count:int weight_scaled:int weight_mode:int "
+                       "weight_version:int bias? scores?! correction_bias? expert_ids! expert_weights! zero_weight?! live_tokens? "
+                       "workspace?! current_version:int scoring:int renormalise:int scale:float groups:int top_groups:int "
+                       "zero_experts:int batch_invariant:int weight_ready:int"),
     "fused_moe": (f"x x_scale? gate_up down gate_up_scale? down_scale? act_scale? {_SHARED} expert_ids expert_weights "
                   "expert_map? y! workspace?! experts:pointer expert_count:int block_offset:int first_expert:int total_experts:int "
                   "swiglu_alpha:float swiglu_limit:float swiglu_beta:float batch_invariant:int"),

@@ -463,6 +463,16 @@ def prepare_router_weight(weight: Array, *, mode: str = "exact", version: int = 
     return RouterWeight(tuple(planes[:made.term_count]), mode, version, bool(made.scaled))
 
 
+def _router_values(name: str, weight: RouterWeight, weight_version: int | None) -> tuple[tuple, int]:
+    """A weight as the library takes it, and its version as it is now."""
+    terms = weight.terms
+    if not 1 <= len(terms) <= 3:
+        raise ValueError(f"{name}: weight has {len(terms)} terms, needs 1 to 3: one made by prepare_router_weight")
+    version = weight.version if weight_version is None else whole(f"{name}: weight_version", weight_version, 0, 2**64 - 1)
+    return (*terms, *((None,) * (3 - len(terms))), len(terms), int(weight.scaled),
+            _choice_of(f"{name}: weight.mode", weight.mode, _ROUTER_MODES), _signed(weight.version)), _signed(version)
+
+
 @_operator({"x": 2}, scores="out")
 def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, weight_version: int | None = None,
                 batch_invariant: bool = False, weight_ready: bool = False, out: Array | None = None, out_dtype: str = "f32") -> Array:
@@ -473,16 +483,10 @@ def router_gemm(x: Array, weight: RouterWeight, *, bias: Array | None = None, we
     batch_invariant  a token's bits must not depend on how many tokens there are
     weight_ready     the caller's word that no kernel still under way writes the terms, which may then load before it ends
     """
-    terms = weight.terms
-    if not 1 <= len(terms) <= 3:
-        raise ValueError(f"router_gemm: weight has {len(terms)} terms, needs 1 to 3: one made by prepare_router_weight")
+    parts, version = _router_values("router_gemm", weight, weight_version)
     if out is None:
-        out = empty(x, (shape_of(x)[0], shape_of(terms[0])[0]), out_dtype)
-    version = weight.version if weight_version is None else whole("router_gemm: weight_version", weight_version, 0, 2**64 - 1)
-    return (x, *terms, *((None,) * (3 - len(terms))), len(terms), int(weight.scaled),
-            _choice_of("router_gemm: weight.mode", weight.mode, _ROUTER_MODES), _signed(weight.version), bias, out,
-            _signed(version), int(batch_invariant),
-            int(weight_ready)), out
+        out = empty(x, (shape_of(x)[0], shape_of(weight.terms[0])[0]), out_dtype)
+    return (x, *parts, bias, out, version, int(batch_invariant), int(weight_ready)), out
 
 
 _SCORING = {"softmax": 0, "softmax_chosen": 1, "sigmoid": 2}
@@ -522,6 +526,32 @@ def route_top_k(scores: Array, top_k: int, *, correction_bias: Array | None = No
         zero_weight = empty(scores, (tokens,), "f32")
     return (scores, correction_bias, ids, weights, zero_weight, live_tokens, _choice_of("route_top_k: scoring", scoring, _SCORING),
             int(renormalise), scale, groups, top_groups, zero_experts), Route(ids, weights, zero_weight)
+
+
+@_operator({"x": 2})
+def choose_experts(x: Array, weight: RouterWeight, top_k: int, *, bias: Array | None = None, correction_bias: Array | None = None,
+                   live_tokens: Array | None = None, scoring: str = "softmax", renormalise: bool = True, scale: float = 1.0,
+                   groups: int = 1, top_groups: int = 1, zero_experts: int = 0, weight_version: int | None = None,
+                   batch_invariant: bool = False, weight_ready: bool = False, scores: Array | None = None,
+                   expert_ids: Array | None = None, expert_weights: Array | None = None, zero_weight: Array | None = None,
+                   workspace: Array | None = None) -> Route:
+    """router_gemm and route_top_k in one call, which is one kernel where that is faster.
+
+    x, weight, bias, weight_version, batch_invariant, weight_ready        as in router_gemm
+    scores           f32 [tokens, experts]: the logits, written where it is given
+    top_k and all else                                                    as in route_top_k
+    """
+    parts, version = _router_values("choose_experts", weight, weight_version)
+    tokens, experts = shape_of(x)[0], shape_of(weight.terms[0])[0]
+    if expert_ids is None or expert_weights is None:
+        top_k = whole("choose_experts: top_k", top_k, 0, experts)
+    ids = empty(x, (tokens, top_k), "i32") if expert_ids is None else expert_ids
+    weights = empty(x, (tokens, top_k), "f32") if expert_weights is None else expert_weights
+    if zero_experts > 0 and zero_weight is None:
+        zero_weight = empty(x, (tokens,), "f32")
+    return (x, *parts, bias, scores, correction_bias, ids, weights, zero_weight, live_tokens, workspace, version,
+            _choice_of("choose_experts: scoring", scoring, _SCORING), int(renormalise), scale, groups, top_groups, zero_experts,
+            int(batch_invariant), int(weight_ready)), Route(ids, weights, zero_weight)
 
 
 class ExpertWeights(NamedTuple):

@@ -344,27 +344,34 @@ RouterWeightSource read(Reader& reader, const vivace_router_weight_source& from)
           .storage = reader.tensor("storage", from.storage)};
 }
 
-RouterGemmArgs read(Reader& reader, const vivace_router_gemm_args& from) {
+namespace {
+
+RouterWeight read_weight(Reader& reader, const vivace_router_weight& from) {
+  RouterWeight weight;
+  weight.scaled = from.scaled != 0;
+  weight.term_count =
+      static_cast<int>(reader.number("weight.term_count", from.term_count, 1, RouterWeight::kMaxTerms));
+  weight.mode = reader.one_of("weight.mode", from.mode, RouterMode::exact);
+  weight.version = from.version;
+  for (int i = 0; i < weight.term_count; ++i) weight.terms[i] = reader.tensor("weight.terms", from.terms[i]);
+  return weight;
+}
+
+/// What router_gemm and choose_experts have in common, and route_top_k and it.
+template <class From>
+RouterGemmArgs read_logits(Reader& reader, const From& from) {
   RouterGemmArgs args{.x = reader.tensor("x", from.x),
                       .weight_version = from.current_version,
                       .bias = reader.tensor("bias", from.bias),
                       .scores = reader.output("scores", from.scores),
                       .batch_invariant = from.batch_invariant != 0,
                       .weight_ready = from.weight_ready != 0};
-  args.weight.scaled = from.weight.scaled != 0;
-  args.weight.term_count = static_cast<int>(
-      reader.number("weight.term_count", from.weight.term_count, 1, RouterWeight::kMaxTerms));
-  args.weight.mode = reader.one_of("weight.mode", from.weight.mode, RouterMode::exact);
-  args.weight.version = from.weight.version;
-  for (int i = 0; i < args.weight.term_count; ++i) {
-    args.weight.terms[i] = reader.tensor("weight.terms", from.weight.terms[i]);
-  }
+  args.weight = read_weight(reader, from.weight);
   return args;
 }
-
-RouteTopKArgs read(Reader& reader, const vivace_route_top_k_args& from) {
-  return {.scores = reader.tensor("scores", from.scores),
-          .correction_bias = reader.tensor("correction_bias", from.correction_bias),
+template <class From>
+RouteTopKArgs read_choice(Reader& reader, const From& from) {
+  return {.correction_bias = reader.tensor("correction_bias", from.correction_bias),
           .expert_ids = reader.output("expert_ids", from.expert_ids),
           .expert_weights = reader.output("expert_weights", from.expert_weights),
           .zero_weight = reader.output("zero_weight", from.zero_weight),
@@ -375,6 +382,25 @@ RouteTopKArgs read(Reader& reader, const vivace_route_top_k_args& from) {
           .groups = from.groups == 0 ? 1 : from.groups,
           .top_groups = from.top_groups == 0 ? 1 : from.top_groups,
           .zero_experts = from.zero_experts};
+}
+
+}  // namespace
+
+RouterGemmArgs read(Reader& reader, const vivace_router_gemm_args& from) {
+  return read_logits(reader, from);
+}
+
+RouteTopKArgs read(Reader& reader, const vivace_route_top_k_args& from) {
+  const Tensor scores = reader.tensor("scores", from.scores);
+  RouteTopKArgs args = read_choice(reader, from);
+  args.scores = scores;
+  return args;
+}
+
+ChooseExpertsArgs read(Reader& reader, const vivace_choose_experts_args& from) {
+  const RouterGemmArgs logits = read_logits(reader, from);
+  const RouteTopKArgs choice = read_choice(reader, from);
+  return {.logits = logits, .choice = choice, .workspace = reader.output("workspace", from.workspace)};
 }
 
 FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from) {

@@ -10,6 +10,7 @@
 #include "vivace/attention_prefill.h"
 #include "vivace/attention_prologue.h"
 #include "vivace/c_api.h"
+#include "vivace/choose_experts.h"
 #include "vivace/decode_schedule.h"
 #include "vivace/embedding.h"
 #include "vivace/fused_moe.h"
@@ -103,6 +104,7 @@ DecodeScheduleArgs read(Reader& reader, const vivace_decode_schedule_args& from)
 RouterWeightSource read(Reader& reader, const vivace_router_weight_source& from);
 RouterGemmArgs read(Reader& reader, const vivace_router_gemm_args& from);
 RouteTopKArgs read(Reader& reader, const vivace_route_top_k_args& from);
+ChooseExpertsArgs read(Reader& reader, const vivace_choose_experts_args& from);
 FusedMoeArgs read(Reader& reader, const vivace_fused_moe_args& from);
 GroupedGemmArgs read(Reader& reader, const vivace_grouped_gemm_args& from);
 SiluMulArgs read(Reader& reader, const vivace_silu_mul_args& from);

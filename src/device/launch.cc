@@ -35,11 +35,14 @@ struct Kernel {
   int ordinal = -1;
   /// There is 9.0, and its code is for that: code of 8.0 has no wait for the kernel before it.
   bool can_wait = false;
-  int64_t smem_limit = -1;  ///< of dynamic shared memory
+  int64_t smem_limit = -1;      ///< of dynamic shared memory
+  bool large_clusters = false;  ///< it may have more CTAs in a cluster than every GPU with clusters allows
 };
 
-/// Asks once, and raises the limit on demand. What a kernel declares itself counts against the 48 KB that need no request.
-Status prepare_kernel(int64_t smem_bytes, Kernel& kernel) {
+constexpr int kPortableCluster = 8;
+
+/// Asks once, and raises limits on demand. What a kernel declares itself counts against the 48 KB that need no request.
+Status prepare_kernel(const LaunchShape& shape, Kernel& kernel) {
   constexpr int64_t kDefaultLimit = 48 << 10;
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, Kernel> kernels;
@@ -54,26 +57,34 @@ Status prepare_kernel(int64_t smem_bytes, Kernel& kernel) {
     known.smem_limit = kDefaultLimit - static_cast<int64_t>(attributes.sharedSizeBytes);
     known.can_wait = attributes.ptxVersion >= 90 && device->major >= 9;
   }
-  if (smem_bytes > known.smem_limit) {
+  if (shape.smem_bytes > known.smem_limit) {
     VIVACE_TRY(cuda_status(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                static_cast<int>(smem_bytes)),
+                                                static_cast<int>(shape.smem_bytes)),
                            "raising the shared memory limit"));
-    known.smem_limit = smem_bytes;
+    known.smem_limit = shape.smem_bytes;
+  }
+  if (shape.cluster > kPortableCluster && !known.large_clusters) {
+    VIVACE_TRY(
+        cuda_status(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+                    "allowing a large cluster"));
+    known.large_clusters = true;
   }
   kernel = known;
   return {};
 }
 
 /// The kernel, prepared. A thread remembers those that it launched last, so that it rarely waits for the others.
-Status find_kernel(const void* function, int ordinal, int64_t smem_bytes, const Kernel*& found) {
+Status find_kernel(const void* function, int ordinal, const LaunchShape& shape, const Kernel*& found) {
   constexpr size_t kPlaces = 256;
   static thread_local std::array<Kernel, kPlaces> last;
   Kernel& kernel =
       last[reinterpret_cast<uintptr_t>(function) / 16 % kPlaces];  // functions begin at multiples of 16
   found = &kernel;
-  if (kernel.function == function && kernel.ordinal == ordinal && smem_bytes <= kernel.smem_limit) return {};
+  if (kernel.function == function && kernel.ordinal == ordinal && shape.smem_bytes <= kernel.smem_limit &&
+      (shape.cluster <= kPortableCluster || kernel.large_clusters))
+    return {};
   Kernel asked{.function = function, .ordinal = ordinal};
-  VIVACE_TRY(prepare_kernel(smem_bytes, asked));
+  VIVACE_TRY(prepare_kernel(shape, asked));
   kernel = asked;
   return {};
 }
@@ -85,7 +96,7 @@ Status launch(std::string_view name, const void* kernel, const LaunchShape& shap
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return {};
   const device::DeviceGuard guard(stream.ordinal);
   const Kernel* known = nullptr;
-  if (Status status = find_kernel(kernel, stream.ordinal, shape.smem_bytes, known); !status.ok()) {
+  if (Status status = find_kernel(kernel, stream.ordinal, shape, known); !status.ok()) {
     return status.at(describe(name, shape));
   }
   cudaLaunchAttribute attributes[2];

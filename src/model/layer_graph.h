@@ -9,14 +9,13 @@
 #include "vivace/attention_decode.h"
 #include "vivace/attention_prefill.h"
 #include "vivace/attention_prologue.h"
+#include "vivace/choose_experts.h"
 #include "vivace/decode_schedule.h"
 #include "vivace/embedding.h"
 #include "vivace/fused_moe.h"
 #include "vivace/linear.h"
 #include "vivace/quantize_fp8.h"
 #include "vivace/rms_norm.h"
-#include "vivace/route_top_k.h"
-#include "vivace/router_gemm.h"
 #include "vivace/silu_mul.h"
 #include "vivace/status.h"
 #include "vivace/tensor.h"
@@ -300,26 +299,25 @@ Status walk(const LayerGraph& graph, const Step& step, Run&& run) {
       VIVACE_TRY(project(l, down_input, {internal::part({dense.down, dense.down_scale}, delta)}));
     } else {
       VIVACE_TRY(norm(l, weights.post_attention_norm, mlp_input, normed));  // which the router takes
-      const Tensor scores = buffers.scores.rows(0, tokens);
       const Tensor ids =
           internal::reshaped(buffers.expert_ids.rows(sparse_layers++, 1), tokens, config.top_k);
       const Tensor expert_weights = buffers.expert_weights.rows(0, tokens);
-      VIVACE_TRY(run(l, RouterGemmArgs{.x = normed,
-                                       .weight = weights.router,
-                                       .weight_version = weights.router.version,
-                                       .scores = scores,
-                                       .batch_invariant = graph.deterministic,
-                                       .weight_ready = true}));
       VIVACE_TRY(
-          run(l, RouteTopKArgs{.scores = scores,
-                               .correction_bias = weights.expert_bias,
-                               .expert_ids = ids,
-                               .expert_weights = expert_weights,
-                               .live_tokens = step.live_tokens,
-                               .scoring = config.router_score == RouterScore::softmax ? RouteScoring::softmax
-                                                                                      : RouteScoring::sigmoid,
-                               .renormalise = config.router_renormalise,
-                               .scale = config.router_scale}));
+          run(l, ChooseExpertsArgs{
+                     .logits = {.x = normed,
+                                .weight = weights.router,
+                                .weight_version = weights.router.version,
+                                .scores = buffers.scores.rows(0, tokens),
+                                .batch_invariant = graph.deterministic,
+                                .weight_ready = true},
+                     .choice = {.correction_bias = weights.expert_bias,
+                                .expert_ids = ids,
+                                .expert_weights = expert_weights,
+                                .live_tokens = step.live_tokens,
+                                .scoring = config.router_score == RouterScore::softmax ? RouteScoring::softmax
+                                                                                       : RouteScoring::sigmoid,
+                                .renormalise = config.router_renormalise,
+                                .scale = config.router_scale}}));
       VIVACE_TRY(run(l, FusedMoeArgs{.x = mlp_input.x,
                                      .x_scale = mlp_input.scale,
                                      .gate_up = weights.experts_gate_up,

@@ -51,18 +51,15 @@ struct RunCalls {
     return attention_prefill(args, stream);
   }
   Status operator()(int64_t, const SiluMulArgs& args) const { return silu_mul(args, stream); }
-  Status operator()(int64_t layer, const RouterGemmArgs& args) const {
-    VIVACE_TRY(router_gemm(args, stream));
-    return calls.router_gemm ? calls.router_gemm(layer, args) : Status();
-  }
-  Status operator()(int64_t layer, const RouteTopKArgs& args) const {
-    VIVACE_TRY(route_top_k(args, stream));
+  Status operator()(int64_t layer, const ChooseExpertsArgs& args) const {
+    VIVACE_TRY(choose_experts(args, stream));
+    if (calls.router_gemm) VIVACE_TRY(calls.router_gemm(layer, args.logits));
     if (!observer) return {};
     if (stream.device == Device::cpu) {
-      observer(layer, args.expert_ids);
+      observer(layer, args.choice.expert_ids);
       return {};
     }
-    const Tensor& ids = args.expert_ids;  // dense: a buffer of its own
+    const Tensor& ids = args.choice.expert_ids;  // dense: a buffer of its own
     std::vector<int32_t> copy(static_cast<size_t>(ids.elements()));
     VIVACE_TRY(device::copy_to_host(copy.data(), ids.data, ids.bytes(), stream));
     VIVACE_TRY(device::synchronize(stream));
@@ -112,11 +109,13 @@ struct ExplainCalls {
   Status operator()(int64_t layer, const SiluMulArgs& args) const {
     return add(layer, "silu_mul", silu_mul_explain(args, stream));
   }
-  Status operator()(int64_t layer, const RouterGemmArgs& args) const {
-    return add(layer, "router_gemm", router_gemm_explain(args, stream));
-  }
-  Status operator()(int64_t layer, const RouteTopKArgs& args) const {
-    return add(layer, "route_top_k", route_top_k_explain(args, stream));
+  Status operator()(int64_t layer, const ChooseExpertsArgs& args) const {
+    Choice choice = choose_experts_explain(args, stream);
+    if (!choice.row.ends_with("two_calls")) return add(layer, "choose_experts", std::move(choice));
+    RouteTopKArgs second = args.choice;
+    second.scores = args.logits.scores;
+    VIVACE_TRY(add(layer, "router_gemm", router_gemm_explain(args.logits, stream)));
+    return add(layer, "route_top_k", route_top_k_explain(second, stream));
   }
   Status operator()(int64_t layer, const QuantizeFp8Args& args) const {
     return add(layer, "quantize_fp8", quantize_fp8_explain(args, stream));
@@ -168,8 +167,8 @@ struct WeighCalls {
       bytes.dense += args.parts[i].weight.bytes() + args.parts[i].weight_scale.bytes();
     return {};
   }
-  Status operator()(int64_t, const RouterGemmArgs& args) const {
-    for (int i = 0; i < args.weight.term_count; ++i) bytes.dense += args.weight.terms[i].bytes();
+  Status operator()(int64_t, const ChooseExpertsArgs& args) const {
+    for (const Tensor& term : args.logits.weight.terms) bytes.dense += term.bytes();
     return {};
   }
   Status operator()(int64_t, const FusedMoeArgs& args) const {

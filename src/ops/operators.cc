@@ -9,6 +9,7 @@
 #include "src/ops/attention_decode/table.h"
 #include "src/ops/attention_prefill/table.h"
 #include "src/ops/attention_prologue/table.h"
+#include "src/ops/choose_experts/table.h"
 #include "src/ops/decode_schedule/table.h"
 #include "src/ops/embedding/table.h"
 #include "src/ops/fused_moe/table.h"
@@ -26,8 +27,8 @@ namespace vivace {
 namespace {
 
 constexpr auto kTables = std::tie(kRmsNorm, kLinear, kEmbedding, kAttentionPrologue, kAttentionPrefill,
-                                  kAttentionDecode, kDecodeSchedule, kRouterGemm, kRouteTopK, kFusedMoe,
-                                  kGroupedGemm, kSiluMul, kQuantizeFp8, kSampler);
+                                  kAttentionDecode, kDecodeSchedule, kRouterGemm, kRouteTopK, kChooseExperts,
+                                  kFusedMoe, kGroupedGemm, kSiluMul, kQuantizeFp8, kSampler);
 
 }  // namespace
 

@@ -234,6 +234,7 @@ static void test_empty_arguments(void) {
   CHECK_EMPTY(decode_schedule);
   CHECK_EMPTY(router_gemm);
   CHECK_EMPTY(route_top_k);
+  CHECK_EMPTY(choose_experts);
   CHECK_EMPTY(fused_moe);
   CHECK_EMPTY(grouped_gemm);
   CHECK_EMPTY(silu_mul);
@@ -414,6 +415,17 @@ static void test_router(void) {
   CHECK(fabsf(scores[0] - 21) < 1e-5f && fabsf(scores[1] + 29.9f) < 1e-5f);
   args.batch_invariant = args.weight_ready = 1;
   CHECK(vivace_router_gemm(&args, NULL) == VIVACE_OK);
+  int32_t id[1] = {-1};
+  float share[1] = {0}, scratch[32];
+  vivace_choose_experts_args both = {
+      .struct_bytes = sizeof(both), .x = args.x, .weight = args.weight, .current_version = 5, .scale = 2};
+  both.renormalise = 1;
+  both.expert_ids = TENSOR(id, VIVACE_I32, 1, 1);
+  both.expert_weights = TENSOR(share, VIVACE_F32, 1, 1);
+  CHECK(vivace_choose_experts_workspace_bytes(&both, NULL, &bytes) == VIVACE_OK && bytes == 8 + 63);
+  CHECK_FAILS(vivace_choose_experts(&both, NULL), VIVACE_INVALID_ARGUMENT, "workspace");
+  both.workspace = TENSOR(scratch, VIVACE_U8, bytes);
+  CHECK(vivace_choose_experts(&both, NULL) == VIVACE_OK && id[0] == 0 && share[0] == 2);
   CHECK(args.weight.scaled == 0);
   weight[0] = 1e-36f; /* its terms would fall below the subnormals of bf16 */
   CHECK(vivace_prepare_router_weight(&source, &args.weight) == VIVACE_OK && args.weight.scaled == 1);

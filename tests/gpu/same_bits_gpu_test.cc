@@ -15,6 +15,8 @@
 #include "src/ops/attention_prefill/table.h"
 #include "src/ops/attention_prologue/cases.h"
 #include "src/ops/attention_prologue/table.h"
+#include "src/ops/choose_experts/cases.h"
+#include "src/ops/choose_experts/table.h"
 #include "src/ops/decode_schedule/cases.h"
 #include "src/ops/decode_schedule/table.h"
 #include "src/ops/embedding/cases.h"
@@ -70,6 +72,9 @@ void vary(DecodeScheduleProblem& p) {
 }
 void vary(RouteTopKProblem& p) {
   if (p.args.live_tokens.present()) p.live_tokens.as<int32_t>()[0] += 2;
+}
+void vary(ChooseExpertsProblem& p) {
+  vary(p.choice);
 }
 
 template <class Problem>
@@ -234,6 +239,9 @@ TEST(SameBits, AttentionPrefill) {
 }
 TEST(SameBits, AttentionPrologue) {
   expect_same_bits<AttentionPrologueProblem>(kAttentionPrologue, attention_prologue_cases(CaseSize::test));
+}
+TEST(SameBits, ChooseExperts) {
+  expect_same_bits<ChooseExpertsProblem>(kChooseExperts, choose_experts_cases(CaseSize::test));
 }
 TEST(SameBits, DecodeSchedule) {
   expect_same_bits<DecodeScheduleProblem>(kDecodeSchedule, decode_schedule_cases(CaseSize::test));

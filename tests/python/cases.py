@@ -154,6 +154,8 @@ def cases():
         router = T("f32", normal(8, 96))
         add(f"router_gemm.{kind}", vivace.router_gemm, (x, Router(router, "exact")), {},
             lambda x=x, r=router: [rounded(x) @ rounded(r).T], 2e-6)
+        add(f"choose_experts.{kind}", vivace.choose_experts, (x, Router(router, "exact"), 3), {},
+            lambda x=x, r=router: softmax_top(rounded(x) @ rounded(r).T, 3), 1e-5)
 
         q, k, v = T(kind, normal(5, 4, 64)), T(kind, normal(8, 16, 2, 64)), T(kind, normal(8, 16, 2, 64))
         pages, lengths = T("i32", np.array([[1, 0], [4, 7]])), T("i32", np.array([3, 20]))
@@ -184,6 +186,10 @@ def cases():
     scores = T("f32", normal(4, 16))
     add("route_top_k", vivace.route_top_k, (scores, 3), {}, lambda s=scores: softmax_top(s.values, 3))
     add("route_top_k.zero", vivace.route_top_k, (scores, 3),
+        {"scoring": "sigmoid", "correction_bias": T("f32", normal(16)), "groups": 4, "top_groups": 2, "zero_experts": 2, "scale": 2.5,
+         "live_tokens": T("i32", np.array([3]))})
+
+    add("choose_experts.zero", vivace.choose_experts, (T("f32", normal(4, 96)), Router(T("f32", normal(16, 96)), "two_term"), 3),
         {"scoring": "sigmoid", "correction_bias": T("f32", normal(16)), "groups": 4, "top_groups": 2, "zero_experts": 2, "scale": 2.5,
          "live_tokens": T("i32", np.array([3]))})
 

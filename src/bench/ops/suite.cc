@@ -14,9 +14,9 @@ Result<std::unique_ptr<PreparedOp>> PreparedOp::through_library(std::string_view
 }
 
 std::span<const OpSuite> op_suites() {
-  static const std::vector<OpSuite> all = {
-      kRoofSuite,        kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite,
-      kGroupedGemmSuite, kRouterGemmSuite,      kSamplerSuite,          kLayerSuite};
+  static const std::vector<OpSuite> all = {kRoofSuite,          kAttentionDecodeSuite, kAttentionPrefillSuite,
+                                           kFusedMoeSuite,      kGroupedGemmSuite,     kRouterGemmSuite,
+                                           kChooseExpertsSuite, kSamplerSuite,         kLayerSuite};
   return all;
 }
 

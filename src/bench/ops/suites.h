@@ -13,7 +13,7 @@
 namespace vivace::bench {
 
 extern const OpSuite kRoofSuite, kAttentionDecodeSuite, kAttentionPrefillSuite, kFusedMoeSuite,
-    kGroupedGemmSuite, kRouterGemmSuite, kSamplerSuite, kLayerSuite;
+    kGroupedGemmSuite, kRouterGemmSuite, kChooseExpertsSuite, kSamplerSuite, kLayerSuite;
 
 /// An operator of the class Prepared, ready to be timed.
 template <class Prepared, class... Args>

@@ -25,8 +25,8 @@ bool chooses_nobody(const RouteTopKArgs& args, int64_t token) {
   return true;
 }
 
-Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
-  Checker check("route_top_k", stream);
+Status check_route_top_k(std::string_view op, const RouteTopKArgs& args, const Stream& stream) {
+  Checker check(op, stream);
   check.tensor("scores", args.scores, {"tokens", "experts"})
       .optional("correction_bias", args.correction_bias, {"experts"})
       .tensor("expert_ids", args.expert_ids, {"tokens", "top_k"})
@@ -47,29 +47,30 @@ Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
   VIVACE_TRY(check.status());
   const int64_t experts = check["experts"], top_k = check["top_k"];
   if (args.groups < 1 || experts % args.groups != 0) {
-    return invalid_argument("route_top_k: groups is {}, needs a divisor of experts = {}", args.groups,
-                            experts);
+    return invalid_argument("{}: groups is {}, needs a divisor of experts = {}", op, args.groups, experts);
   }
   if (args.top_groups < 1 || args.top_groups > args.groups) {
-    return invalid_argument("route_top_k: top_groups is {}, needs 1 to groups = {}", args.top_groups,
-                            args.groups);
+    return invalid_argument("{}: top_groups is {}, needs 1 to groups = {}", op, args.top_groups, args.groups);
   }
   const int64_t reachable = experts / args.groups * args.top_groups;
   if (top_k > reachable) {
-    return invalid_argument(
-        "route_top_k: expert_ids.shape[1] is {}, needs at most {}, the experts in {} of {} groups", top_k,
-        reachable, args.top_groups, args.groups);
+    return invalid_argument("{}: expert_ids.shape[1] is {}, needs at most {}, the experts in {} of {} groups",
+                            op, top_k, reachable, args.top_groups, args.groups);
   }
   if (args.zero_experts < 0 || args.zero_experts > experts) {
-    return invalid_argument("route_top_k: zero_experts is {}, needs 0 to experts = {}", args.zero_experts,
+    return invalid_argument("{}: zero_experts is {}, needs 0 to experts = {}", op, args.zero_experts,
                             experts);
   }
   if (args.zero_weight.present() != (args.zero_experts > 0)) {
     return invalid_argument(
-        "route_top_k: zero_weight is {} with zero_experts = {}, needs a tensor exactly "
-        "when there are zero experts",
-        to_string(args.zero_weight), args.zero_experts);
+        "{}: zero_weight is {} with zero_experts = {}, needs a tensor exactly when there are zero experts",
+        op, to_string(args.zero_weight), args.zero_experts);
   }
+  return {};
+}
+
+Status route_top_k(const RouteTopKArgs& args, const Stream& stream) {
+  VIVACE_TRY(check_route_top_k("route_top_k", args, stream));
   if (args.scores.shape[0] == 0) return {};
   return dispatch(kRouteTopK, args, stream);
 }

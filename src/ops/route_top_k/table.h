@@ -10,6 +10,8 @@ Status route_top_k_cpu(const RouteTopKArgs& args, const Stream& stream);
 Status route_top_k_cuda(const RouteTopKArgs& args, const Stream& stream);
 
 Facts route_top_k_facts(const RouteTopKArgs& args);
+/// Refuses what route_top_k refuses before it looks for a row; messages begin with `op`.
+Status check_route_top_k(std::string_view op, const RouteTopKArgs& args, const Stream& stream);
 
 /// For rows on the CPU: whether the token is padding; its outputs are then written.
 bool chooses_nobody(const RouteTopKArgs& args, int64_t token);

@@ -26,11 +26,11 @@ Facts router_gemm_facts(const RouterGemmArgs& args) {
   return facts;
 }
 
-Status router_gemm(const RouterGemmArgs& args, const Stream& stream) {
+Status check_router_gemm(std::string_view op, const RouterGemmArgs& args, const Stream& stream) {
   constexpr int64_t kActivations = dtypes_mask(DType::f32, DType::bf16);
   static constexpr std::string_view kTerms[] = {"weight.terms[0]", "weight.terms[1]", "weight.terms[2]"};
   const int terms = args.weight.term_count;
-  Checker check("router_gemm", stream);
+  Checker check(op, stream);
   check.tensor("x", args.x, {"tokens", "hidden"})
       .that(terms >= 1 && terms <= RouterWeight::kMaxTerms, "weight.term_count", terms,
             "1 to 3: a weight made by prepare_router_weight");
@@ -47,10 +47,14 @@ Status router_gemm(const RouterGemmArgs& args, const Stream& stream) {
   VIVACE_TRY(check.status());
   if (args.weight.version != args.weight_version) {
     return invalid_argument(
-        "router_gemm: weight was prepared from version {}, weight_version is {}: needs prepare_router_weight "
-        "again",
-        args.weight.version, args.weight_version);
+        "{}: weight was prepared from version {}, weight_version is {}: needs prepare_router_weight again",
+        op, args.weight.version, args.weight_version);
   }
+  return {};
+}
+
+Status router_gemm(const RouterGemmArgs& args, const Stream& stream) {
+  VIVACE_TRY(check_router_gemm("router_gemm", args, stream));
   if (args.scores.elements() == 0) return {};
   return dispatch(kRouterGemm, args, stream);
 }

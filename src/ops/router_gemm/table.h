@@ -13,6 +13,8 @@ Status router_gemm_sm90_pieces(const RouterGemmArgs& args, const Stream& stream)
 Status router_gemm_sm90_tiles(const RouterGemmArgs& args, const Stream& stream);
 
 Facts router_gemm_facts(const RouterGemmArgs& args);
+/// Refuses what router_gemm refuses before it looks for a row; messages begin with `op`.
+Status check_router_gemm(std::string_view op, const RouterGemmArgs& args, const Stream& stream);
 
 /// What term i of a weight counts.
 inline float router_term_scale(const RouterWeight& weight, int i) {
