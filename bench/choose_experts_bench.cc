@@ -2,4 +2,4 @@
 #include "src/ops/choose_experts/cases.h"
 #include "src/ops/choose_experts/table.h"
 
-VIVACE_OP_BENCH(kChooseExperts, choose_experts_cases, ChooseExpertsProblem, choose_experts_cost);
+VIVACE_OP_BENCH(kChooseExperts, choose_experts_cases, ChooseExpertsProblem);
