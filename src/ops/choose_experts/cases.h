@@ -11,6 +11,7 @@ struct ChooseExpertsCase {
   RouterGemmCase logits;
   RouteTopKCase choice;
   bool scores = false;  ///< whether somebody wants them
+  const char* name = logits.name;
 };
 
 inline constexpr RouteTopKCase kHy3Rule{
