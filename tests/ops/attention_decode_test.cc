@@ -843,6 +843,9 @@ TEST(AttentionDecode, TheHopperRowTakesItsCases) {
     ++cases;
     const AttentionDecodeProblem p(c, 1);
     EXPECT_EQ(attention_decode_explain(p.args, hopper).row, "sm90.warps") << c.name;
+    AttentionDecodeArgs moved = p.args;  // it reads 16 bytes of a schedule at once
+    moved.schedule.data = moved.schedule.as<int32_t>() + 1;
+    EXPECT_EQ(attention_decode_explain(moved, hopper).row, "cuda.mma") << c.name;
   }
   EXPECT_GE(cases, 14);
 }

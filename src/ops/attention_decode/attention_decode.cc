@@ -46,7 +46,8 @@ Facts attention_decode_facts(const AttentionDecodeArgs& args) {
       .add("piece_tiles", args.params.piece_tiles)
       .add("ctas", ctas_of(args.params.workers, rows_plan(rows, a.k.shape[3])))
       .add("q_alignment", alignment_of(a.q))
-      .add("output_alignment", alignment_of(a.output));
+      .add("output_alignment", alignment_of(a.output))
+      .add("schedule_alignment", alignment_of(args.schedule));
   return facts;
 }
 

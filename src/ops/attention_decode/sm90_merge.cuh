@@ -79,8 +79,8 @@ class Merge {
 
   /// After the walk; `open` is the piece that it ended with.
   __device__ __forceinline__ void run(OpenPiece<T>& open) {
+    device::wait_for_copies<0>();  // nobody leaves with copies under way
     if (!cuts_.any()) return;
-    device::wait_for_copies<0>();
     __syncthreads();
     // Both CTAs are here: their rings are drained, and their barriers can be used.
     device::cluster_arrive_without_fence();

@@ -49,6 +49,7 @@ inline constexpr Need kSm90DecodeNeeds[] = {{"head_dim", Need::power_of_two, 0},
                                             {"v_alignment", Need::multiple_of, 16},
                                             {"q_alignment", Need::multiple_of, 4},
                                             {"output_alignment", Need::multiple_of, 4},
+                                            {"schedule_alignment", Need::multiple_of, 16},
                                             {"compute_capability", Need::equals, 90}};
 
 inline constexpr Row<AttentionDecodeArgs> kAttentionDecodeRows[] = {

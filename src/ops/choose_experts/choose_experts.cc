@@ -55,7 +55,7 @@ Status choose_experts(const ChooseExpertsArgs& args, const Stream& stream) {
   const Row<ChooseExpertsArgs>* row = row_of(args, stream);
   if (row == nullptr) return internal::refuse(kChooseExperts, args, stream);
   VIVACE_TRY(check_workspace(kName, args.workspace, row->workspace_bytes(args, stream), stream));
-  // No call is counted inside another: the two count themselves.
+  // The two count themselves, and no call is counted inside another (but where a part of a GPU has no room for large clusters).
   if (row->run == choose_experts_two_calls) return row->run(args, stream);
   if (stream.check_only) return {};
   return run_counted(kChooseExperts, *row, args, stream, [&] { return row->run(args, stream); });

@@ -219,8 +219,8 @@ Kernel kernel_of(const ClusterPlan& plan, int terms, route::Kind kind) {
                            : kernel_of<1, 3>(n, kind);
 }
 
-/// Clusters that the device of `stream` holds at once where a CTA takes a whole SM: asked once.
-Result<int> clusters_of(const Stream& stream) {
+/// Clusters that the device of `stream` holds at once where a CTA takes a whole SM, none where it cannot say: asked once.
+int clusters_of(const Stream& stream) {
   static std::mutex mutex;
   static std::map<int, int> known;
   std::lock_guard lock(mutex);
@@ -228,12 +228,6 @@ Result<int> clusters_of(const Stream& stream) {
   const device::DeviceGuard guard(stream.ordinal);
   const Kernel kernel = choose_experts_kernel<1, 1, 1, route::Kind::any>;
   constexpr int bytes = 160 << 10;  // more than half an SM has
-  VIVACE_TRY(
-      internal::cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-                            "allowing a large cluster"));
-  VIVACE_TRY(
-      internal::cuda_status(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                            "raising the shared memory limit"));
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kCtas, 1, 1};
@@ -244,8 +238,12 @@ Result<int> clusters_of(const Stream& stream) {
   config.attrs = &cluster;
   config.numAttrs = 1;
   int clusters = 0;
-  VIVACE_TRY(internal::cuda_status(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config),
-                                   "counting the clusters that fit"));
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+    clusters = 0;
+    cudaGetLastError();  // it is not the next call's
+  }
   return known[stream.ordinal] = clusters;
 }
 
@@ -254,12 +252,11 @@ Result<int> clusters_of(const Stream& stream) {
 // A part of a GPU may have no room for such a cluster; there this row makes the two calls.
 
 int64_t choose_experts_sm90_bytes(const ChooseExpertsArgs& args, const Stream& stream) {
-  const Result<int> clusters = clusters_of(stream);
-  return clusters.ok() && *clusters > 0 ? 0 : choose_experts_score_bytes(args, stream);
+  return clusters_of(stream) > 0 ? 0 : choose_experts_score_bytes(args, stream);
 }
 
 Status choose_experts_sm90_cluster(const ChooseExpertsArgs& args, const Stream& stream) {
-  VIVACE_TRY_ASSIGN(const int clusters, clusters_of(stream));
+  const int clusters = clusters_of(stream);
   if (clusters == 0) return choose_experts_two_calls(args, stream);
   const TwoCalls calls = two_calls_of(args, nullptr);
   const Params p = params_of(calls.logits);

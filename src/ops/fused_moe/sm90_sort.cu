@@ -85,6 +85,7 @@ __global__ __launch_bounds__(kThreads) void sort_kernel(const __grid_constant__ 
     }
     t.of_cta[thread] = sum;
   }
+  __syncwarp();
   cluster_barrier();
   int all = 0, before = 0;
   if (thread < experts) {
