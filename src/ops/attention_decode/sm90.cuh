@@ -34,6 +34,7 @@ class Worker {
   __device__ __forceinline__ void run(Merge<T>& merge, OpenPiece<T>& open) {
     const int slots = T::kSlots * team_;
     Barrier* full = shared_.full[local_ * team_];
+    open.clear();
     see_until(0, min(list_.count(), kSegments));
     int slot = 0, consumed = 0;
     uint32_t parity = 0;
@@ -51,7 +52,7 @@ class Worker {
           device::let_next_kernel_start();
           early = false;
         } while (true);
-        if (i >= list_.count()) break;
+        if (i >= list_.count()) return;
       }
       const Segment& segment = list_[i];
       if (segment.rows == 0 && segment.begins && segment.ends)
@@ -101,18 +102,15 @@ class Worker {
       sums.total_weights();
       if (segment.begins && segment.ends) {
         finish(segment, sums);
-      } else if (i < list_.count() - 1) {
-        set_places(segment, open);
-        merge.park(open);
+      } else {
+        open.which = segment.begins ? 1 : 0;
+        Sums<T>::for_each_row([&](int b, int c) { open.places[b][c] = place_of(segment, b, c); });
+        if (i < list_.count() - 1) {
+          merge.park(open);
+          open.which = -1;
+        }
       }
     }
-    open.which = -1;
-    open.follows_parked = list_.count() > 1 && !list_.begins();
-    if (list_.count() == 0) return;
-    const Segment& last = list_[list_.count() - 1];
-    if (last.begins && last.ends) return;
-    open.which = last.begins ? 1 : 0;
-    set_places(last, open);
   }
 
  private:
@@ -233,13 +231,12 @@ class Worker {
       }
     }
   }
-  /// Where the rows of a segment go.
-  __device__ __forceinline__ void set_places(const Segment& segment, OpenPiece<T>& piece) const {
-    Sums<T>::for_each_row([&](int b, int c) {
-      const int r = row_of(b, c), token = token_of_row(p_, r), row = segment.row_begin + token;
-      const int head = segment.head_kv * p_.attention.group + r - token * p_.attention.group;
-      piece.places[b][c] = {last_key(segment, token) > 0 ? row : ~row, token < segment.rows ? head : -1};
-    });
+  /// Where row (b, c) of a segment goes.
+  __device__ __forceinline__ RowPlace place_of(const Segment& segment, int b, int c) const {
+    const int r = row_of(b, c), token = token_of_row(p_, r), row = segment.row_begin + token;
+    if (token >= segment.rows) return {0, -1};
+    return {last_key(segment, token) > 0 ? row : ~row,
+            segment.head_kv * p_.attention.group + r - token * p_.attention.group};
   }
 
   const Sm90Params& p_;

@@ -43,8 +43,6 @@ class WorkList {
     count_ = max(0, range_.end_unit - range_.first_unit + (range_.end_tile > 0 ? 1 : 0));
   }
   __device__ __forceinline__ int count() const { return count_; }
-  /// Whether the first segment begins its unit.
-  __device__ __forceinline__ bool begins() const { return range_.first_tile == 0; }
   __device__ __forceinline__ const Segment& operator[](int i) const { return segments_[i % kSegments]; }
 
   /// By one warp: lane l describes segment first + l, up to `limit`.

@@ -13,11 +13,11 @@ template <class T>
 struct OpenPiece {
   Sums<T> sums;
   RowPlace places[T::kBlocks][2];
-  int which;            ///< 0: goes on with a unit, 1: begins one; -1: none
-  bool follows_parked;  ///< the worker has parked another
+  int which;  ///< 0: goes on with a unit, 1: begins one; -1: none
 
   /// To one that has no keys and no rows.
   __device__ __forceinline__ void clear() {
+    which = -1;
     sums.clear();
     Sums<T>::for_each_row([&](int b, int c) { places[b][c] = {0, -1}; });
   }
@@ -49,11 +49,8 @@ class Merge {
   static constexpr int kMembers = kClusterCtas * T::kWarps;  ///< at most, of a chain of workers
   static constexpr int kColumns = T::kHead / 32;             ///< of a lane
   static constexpr int kLoad = kColumns < 4 ? kColumns : 4, kLoads = kColumns / kLoad;
+  static constexpr int kAtATime = 16;  ///< pieces of clusters whose values are under way together
   using Vector = device::Vec<float, kLoad>;
-  static constexpr int kAtATime =
-      T::kHead > 128 ? 8 : 16;  ///< pieces of clusters whose values are asked for together
-  static_assert(ClusterChain::kMost % kAtATime == 0);
-  using Batch = Vector[kAtATime][kLoads];
 
  public:
   __device__ __forceinline__ Merge(const Sm90Params& p, Shared<T>& shared, const Starts& starts)
@@ -75,6 +72,7 @@ class Merge {
     if (q == 0)
       Sums<T>::for_each_row(
           [&](int b, int c) { shared_.parked_ends[warp_][8 * b + 2 * t + c] = piece.end(b, c); });
+    has_parked_ = true;
   }
 
   /// After the walk; `open` is the piece that it ended with.
@@ -137,9 +135,7 @@ class Merge {
     const int member = (rank_ * T::kWarps + warp_) >> p_.team_log2;
     const int row0 = (warp_ & ((1 << p_.team_log2) - 1)) * T::kRowsPerWarp;
     OpenPiece<T> before;
-    before.which = 0;
-    before.follows_parked = true;
-    if (piece.follows_parked) {
+    if (has_parked_) {
       Sums<T>::for_each_chunk([&](int b, int c, int k) { before.sums.set_chunk(b, c, k, *parked(b, c, k)); });
       Sums<T>::for_each_row(
           [&](int b, int c) { before.set_end(b, c, shared_.parked_ends[warp_][8 * b + lane_ % 4 * 2 + c]); });
@@ -148,7 +144,7 @@ class Merge {
     for (int which = 1; which >= 0; --which) {
       if (!cuts_.has(member, which)) continue;
       if (which != piece.which) {
-        if (piece.follows_parked) {
+        if (has_parked_) {
           piece = before;
         } else {
           piece.clear();
@@ -320,57 +316,33 @@ class Merge {
       const int cluster = pieces.first + j * pieces.step;
       return (int64_t{2 * cluster + (cluster == chain.first ? 1 : 0)} << rows_log2_) + r;
     };
-    // Two batches of values are under way together, those of the first beside the ends.
-    Batch now, next;
-    const float* others = p_.partials + ((int64_t{2 * pieces.first} << rows_log2_) + r) * T::kHead;
+    float2 end = {kNoKeys, 0.f};
+    if (lane_ < pieces.count) end = p_.partial_ends[place(lane_)];
+    const float *lead = p_.partials + place(0) * T::kHead,
+                *others = p_.partials + ((int64_t{2 * pieces.first} << rows_log2_) + r) * T::kHead;
     const int64_t step = int64_t{2 * T::kHead * pieces.step} << rows_log2_;
-    const auto load = [&](Batch& batch, int from) {
-      const float* piece = others + from * step;
+    float maximum = 0.f, weight = 0.f, mine = 0.f;
+    Vector sum[kLoads] = {};
+#pragma unroll 1
+    for (int from = 0; from < pieces.count; from += kAtATime) {
+      Vector values[kAtATime][kLoads];  // all under way together
 #pragma unroll
-      for (int j = 0; j < kAtATime; ++j, piece += step) {
-        const float* values = j == 0 && from == 0 ? p_.partials + place(0) * T::kHead : piece;
+      for (int j = 0; j < kAtATime; ++j, others += step) {
+        const float* piece = j == 0 && from == 0 ? lead : others;
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
-          batch[j][load] = {};
+          values[j][load] = {};
           if (from + j < pieces.count)
-            batch[j][load] = *reinterpret_cast<const Vector*>(values + column(load));
+            values[j][load] = *reinterpret_cast<const Vector*>(piece + column(load));
         }
       }
-    };
-    float2 ends[ClusterChain::kOfLane];
+      if (from == 0) {
+        maximum = device::warp_reduce<device::Max>(end.x);
+        mine = factor_of(end.x, maximum);  // 0 beyond the last
+        weight = device::warp_reduce<device::Sum>(__fmul_rn(end.y, mine));
+      }
 #pragma unroll
-    for (int k = 0; k < ClusterChain::kOfLane; ++k) {
-      ends[k] = {kNoKeys, 0.f};
-      if (32 * k + lane_ < pieces.count) ends[k] = p_.partial_ends[place(32 * k + lane_)];
-    }
-    load(now, 0);
-    float maximum = kNoKeys, weight = 0.f;
-#pragma unroll
-    for (const float2& end : ends) maximum = fmaxf(maximum, end.x);
-    maximum = device::warp_reduce<device::Max>(maximum);
-    float* factors = shared_.factors(warp_);
-    __syncwarp();  // those of the row before have been used
-#pragma unroll
-    for (int k = 0; k < ClusterChain::kOfLane; ++k) {
-      const float factor = factor_of(ends[k].x, maximum);  // 0 beyond the last
-      factors[32 * k + lane_] = factor;
-      weight = __fmaf_rn(ends[k].y, factor, weight);
-    }
-    weight = device::warp_reduce<device::Sum>(weight);
-    __syncwarp();
-    Vector sum[kLoads] = {};
-    const auto add_batch = [&](const Batch& batch, int from) {
-#pragma unroll
-      for (int j = 0; j < kAtATime; ++j) add(sum, batch[j], factors[from + j]);
-    };
-#pragma unroll 1
-    for (int from = 0; from < pieces.count; from += 2 * kAtATime) {
-      const int second = from + kAtATime, third = second + kAtATime;
-      if (second < pieces.count) load(next, second);
-      add_batch(now, from);
-      if (second >= pieces.count) break;
-      if (third < pieces.count) load(now, third);
-      add_batch(next, second);
+      for (int j = 0; j < kAtATime; ++j) add(sum, values[j], __shfl_sync(kAllLanes, mine, from + j));
     }
     if (!pieces.is_all) return leave_open(place(0), maximum, weight, sum);
     // The piece of this cluster says where the row goes.
@@ -438,6 +410,7 @@ class Merge {
   Shared<T>& shared_;
   const int members_, rows_log2_, each_log2_, warp_, lane_, cluster_, rank_;
   const Cuts cuts_;
+  bool has_parked_ = false;
 };
 
 }  // namespace vivace::attention_sm90

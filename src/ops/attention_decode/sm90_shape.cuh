@@ -109,15 +109,13 @@ struct Chain {
 struct ClusterChain {
   int first, last;
 
-  /// Pieces that are added up in one step, three a lane. More than that are taken in groups of eight, then what the groups left: a
-  /// step costs as much as adding up some 60 pieces more.
-  static constexpr int kOfLane = 3, kMost = 32 * kOfLane;
+  /// Pieces that are added up in one step, a lane each. More than that are taken in groups, then what the groups left.
+  static constexpr int kMost = 32;
   __device__ int count() const { return last - first + 1; }
-  __device__ int group_log2() const { return count() <= kMost ? 7 : 3; }
+  __device__ int group_log2() const { return count() <= kMost ? 5 : count() > 128 ? 4 : 3; }
   __device__ int groups() const { return ((count() - 1) >> group_log2()) + 1; }
 };
-static_assert(ClusterChain::kMost <= 128 && kMaxCtas / kClusterCtas <= 8 * ClusterChain::kMost,
-              "two steps are enough");
+static_assert(kMaxCtas / kClusterCtas <= 16 * ClusterChain::kMost, "two rounds are enough");
 
 template <class T>
 struct Shared {
@@ -132,12 +130,6 @@ struct Shared {
   /// workers of the cluster have drained theirs.
   __device__ float* inbox(int warp, int place, int i, int each_log2) {
     return reinterpret_cast<float*>(ring[warp][0]) + ((place << each_log2) + i) * T::kPitch;
-  }
-  /// Behind it, what the pieces of a row are multiplied by that a warp adds up: [ClusterChain::kMost].
-  __device__ float* factors(int warp) {
-    constexpr int kInbox = 2 * T::kRowsPerWarp * T::kPitch;
-    static_assert((kInbox + ClusterChain::kMost) * sizeof(float) <= sizeof(ring[warp]));
-    return reinterpret_cast<float*>(ring[warp][0]) + kInbox;
   }
 };
 
