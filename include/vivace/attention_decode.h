@@ -14,9 +14,9 @@ struct AttentionDecodeArgs {
   int64_t max_query_tokens = 1;  ///< no request has more query rows; 1 .. 8
   DecodeScheduleParams params;   ///< those that `schedule` was made with
   Tensor schedule;               ///< the map that decode_schedule wrote for these lengths and row ranges
-  /// The caller's word that what is older than this step's tokens - their keys and values, the page table, lengths, row ranges and
-  /// the schedule - was written before the kernel that precedes this call on its stream began. Some rows load it then
-  /// before that kernel has ended. Wrong where that kernel copies pages, writes keys of earlier tokens, or is decode_schedule.
+  /// The caller's word that keys, values, page table, lengths, row ranges and schedule, but for this step's tokens, were written before the
+  /// last kernel ahead began that is not rms_norm's, silu_mul's, quantize_fp8's or attention_prologue's: these let the next one begin at
+  /// once, and some rows then load before those kernels and that one have ended. Wrong where decode_schedule or copies of pages come after it.
   bool old_keys_ready = false;
   Tensor workspace;  ///< u8 [>= attention_decode_workspace_bytes()]; absent when that is 0
 };

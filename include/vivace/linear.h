@@ -29,7 +29,7 @@ struct LinearArgs {
   int part_count = 1;
   bool exact = false;            ///< forbids the quantisation of activations
   bool batch_invariant = false;  ///< a token's bits must not depend on how many tokens there are
-  /// The caller's word that no kernel still under way writes a weight or its scale, which may then load before those kernels end.
+  /// The caller's word that no kernel still under way writes a weight or its scale, which may then load at once (attention_decode.h has which).
   bool weight_ready = false;
   Tensor workspace;    ///< linear_workspace_bytes() bytes; absent when that is 0
 };

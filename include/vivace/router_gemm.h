@@ -54,7 +54,7 @@ struct RouterGemmArgs {
   Tensor scores;
   bool batch_invariant = false;  ///< a token's bits must not depend on how many tokens there are
   /// On a GPU: no kernel that is still under way on the stream writes the terms of the weight, so that they may be loaded
-  /// before it ends.
+  /// before it ends; attention_decode.h says which may be (old_keys_ready).
   bool weight_ready = false;
 };
 

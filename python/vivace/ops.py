@@ -377,7 +377,7 @@ def attention_decode(q: Array, k: Array, v: Array, page_table: Array, kv_lengths
     """Attention of one decode step: 1 to 8 query tokens per request over the paged cache. Arrays as in attention_prefill.
 
     schedule, params  what decode_schedule wrote for these lengths and row ranges, and was given
-    old_keys_ready    the caller's word that all but this step's keys were written before the kernel ahead of this call began
+    old_keys_ready    the caller's word that all but this step's keys was written early enough: include/vivace/attention_decode.h says when
     """
     out = _attention_output(q, out)
     return (q, k, v, page_table, kv_lengths, query_start, out, q_scale, k_scale, v_scale, sinks, lse, softmax_scale, window, soft_cap,

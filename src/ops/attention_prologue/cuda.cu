@@ -167,6 +167,7 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_kernel(const _
   const int64_t index = int64_t{blockIdx.x} * kWarps + warp;
   const int64_t token = index / heads;
   const int h = static_cast<int>(index - token * heads);
+  let_next_kernel_start();
   wait_for_previous_kernel();
   if (token >= p.tokens) return;
   const Kind kind = p.kind_of(h);
@@ -181,7 +182,6 @@ __global__ __launch_bounds__(kWarps * 32) void attention_prologue_kernel(const _
     if (p.cos_sin != nullptr) rotate(head, p.cos_sin + p.positions[token] * p.cos_sin_stride, p, lane);
     if (p.norm == QkNorm::rope_then_norm) normalise(head, p, kind, lane);
   }
-  let_next_kernel_start();
   const int of_kind = h - places.first_head;
   store_head(head, p, places, places.data + of_kind * places.stride,
              places.scale + of_kind * places.scale_stride, lane);
@@ -333,8 +333,8 @@ __global__ __launch_bounds__(kWarps * 32,
   const bool rotates = at[0] < 2 * p.half;
   char* const own = reinterpret_cast<char*>(staged) + warp * stage_bytes(p.passes, sizeof(In), p.vectors);
   uint4* const stage = reinterpret_cast<uint4*>(own) + lane;
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
 
   const int32_t position = works && rotates ? p.positions[token] : -1;
   const In* head = static_cast<const In*>(p.qkv) + token * p.qkv_stride + int64_t{first} * p.head_dim;

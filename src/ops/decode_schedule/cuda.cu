@@ -149,7 +149,6 @@ __global__ __launch_bounds__(kThreads) void decode_schedule_kernel(const __grid_
   weights.requests = block_count(weighing);
   // Whoever has one above the mean knows that they differ.
   weights.all_alike = __syncthreads_and(heaviest * weights.requests <= weights.sum);
-  let_next_kernel_start();
   const BusyWorkers busy = busy_workers_of(s, weights);
   const CutRule rule = cut_rule(s, busy, p.requests, weights.sum);
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;

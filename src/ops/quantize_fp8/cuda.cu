@@ -34,11 +34,11 @@ template <class X, bool kWide>
 __global__ __launch_bounds__(kThreads) void quantize_blocks_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
   const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
+  let_next_kernel_start();
   wait_for_previous_kernel();
   const Fp8Target target = fp8_target(p.y, p.y_stride, p.scales, p.scale_stride, p.scaling, token);
   float v[kOfLane];
   load_eight<kWide>(static_cast<const X*>(p.x) + token * p.x_stride, begin, p.width, v);
-  let_next_kernel_start();
   store_quantised<kWide>(v, begin, p.width, target);
 }
 
@@ -47,6 +47,7 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
   const int64_t token = blockIdx.x;
   const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
   fp8* y = p.y + token * p.y_stride;
+  let_next_kernel_start();
   wait_for_previous_kernel();
   const int64_t first = int64_t{threadIdx.x} * kOfLane;
   float max = 0.f, v[kOfLane];
@@ -56,7 +57,6 @@ __global__ __launch_bounds__(kThreads) void quantize_rows_kernel(const __grid_co
     for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
   const float scale = made_scale(block_reduce<MaxMagnitude>(max));
-  let_next_kernel_start();
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.width; begin += kThreads * kOfLane) {
     load_eight<kWide>(x, begin, p.width, v);

@@ -58,6 +58,7 @@ __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_con
   const X* x = static_cast<const X*>(p.x) + token * p.x_stride;
   Residual* residual = static_cast<Residual*>(p.residual) + token * p.residual_stride;
   const auto begin = [](int piece) { return int64_t{threadIdx.x + piece * blockDim.x} * kOfLane; };
+  let_next_kernel_start();  // it has weights to load meanwhile
   wait_for_previous_kernel();
   Fp8Target target;
   if (quantises)
@@ -77,7 +78,6 @@ __global__ __launch_bounds__(kMostThreads) void rms_norm_kernel(const __grid_con
     for (int i = 0; i < kPieces; ++i)
       load_weights<kWide>(p.weight_type, p.weight, begin(i), p.hidden, weights[i]);
   }
-  let_next_kernel_start();
   if (p.residual != nullptr) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) store_eight<kWide>(v[i], residual, begin(i), p.hidden);

@@ -53,6 +53,7 @@ template <class T, class Out, bool kWide>
 __global__ __launch_bounds__(kThreads) void silu_mul_kernel(const __grid_constant__ Params p) {
   const int64_t token = blockIdx.x;
   const int64_t begin = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kOfLane;
+  let_next_kernel_start();
   wait_for_previous_kernel();
   Fp8Target target;
   if constexpr (std::is_same_v<Out, fp8>) {
@@ -61,7 +62,6 @@ __global__ __launch_bounds__(kThreads) void silu_mul_kernel(const __grid_constan
   float v[kOfLane];
   silu_mul_eight<kWide>(static_cast<const T*>(p.gate) + token * p.gate_stride,
                         static_cast<const T*>(p.up) + token * p.up_stride, begin, p, v);
-  let_next_kernel_start();
   if constexpr (std::is_same_v<Out, fp8>) {
     store_quantised<kWide>(v, begin, p.intermediate, target);
   } else {
@@ -77,6 +77,7 @@ __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_con
   const T* gate = static_cast<const T*>(p.gate) + token * p.gate_stride;
   const T* up = static_cast<const T*>(p.up) + token * p.up_stride;
   fp8* const y = static_cast<fp8*>(p.y) + token * p.y_stride;
+  let_next_kernel_start();
   wait_for_previous_kernel();
   const int64_t first = int64_t{threadIdx.x} * kOfLane;
   float max = 0.f, v[kOfLane];
@@ -87,7 +88,6 @@ __global__ __launch_bounds__(kThreads) void silu_mul_row_kernel(const __grid_con
     for (int j = 0; j < kOfLane; ++j) max = MaxMagnitude{}(max, v[j]);
   }
   const float scale = made_scale(block_reduce<MaxMagnitude>(max));
-  let_next_kernel_start();
   if (threadIdx.x == 0) p.scales[token * p.scale_stride] = scale;
   for (int64_t begin = first; begin < p.intermediate; begin += stride) {
     load_eight<kWide>(row, begin, p.intermediate, v);
