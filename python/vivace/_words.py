@@ -78,7 +78,7 @@ def _no_scaling(text: str, place: str, parameters: Mapping[str, Any], given: Map
         return ""
     shape = tuple(shape_of(scale))
     fits = "'token'" if len(shape) == 1 and shape != (1,) else "'block'" if len(shape) == 2 else ""
-    return f"; scaling is 'tensor'{'' if 'scaling' in given else ', as it is not given'}, {fits} has scales of that shape" if fits else ""
+    return f"; scaling is 'tensor', {fits} has scales of that shape" if fits else ""
 
 
 def _unsigned(text: str, given: Mapping[str, Any]) -> str:

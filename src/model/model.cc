@@ -111,7 +111,9 @@ struct ExplainCalls {
   }
   Status operator()(int64_t layer, const ChooseExpertsArgs& args) const {
     Choice choice = choose_experts_explain(args, stream);
-    if (!choice.row.ends_with("two_calls")) return add(layer, "choose_experts", std::move(choice));
+    const bool two_calls = choice.row.ends_with("two_calls");
+    VIVACE_TRY(add(layer, "choose_experts", std::move(choice)));
+    if (!two_calls) return {};
     RouteTopKArgs second = args.choice;
     second.scores = args.logits.scores;
     VIVACE_TRY(add(layer, "router_gemm", router_gemm_explain(args.logits, stream)));

@@ -177,6 +177,27 @@ TEST(ChooseExperts, CountsTheTwoCallsByTheirNames) {
   EXPECT_EQ(calls, (std::map<std::string, int64_t>{{"router_gemm", 1}, {"route_top_k", 1}}));
 }
 
+#if VIVACE_CUDA
+/// On a GPU that is not here.
+std::string row_on_hopper(int64_t tokens, int64_t experts, Dispatch* dispatch = nullptr) {
+  const ChooseExpertsCase c{{"", tokens, experts, 4096, DType::bf16, DType::bf16}, {.name = "", .top_k = 8}};
+  const ChooseExpertsProblem p(c, 1);
+  Stream stream{.device = Device::cuda, .ordinal = -1, .compute_capability = 90};
+  stream.dispatch = dispatch;
+  return choose_experts_explain(p.args, stream).row;
+}
+TEST(ChooseExperts, OneKernelWhereItIsFaster) {
+  for (const int64_t experts : {128, 149, 192}) {
+    for (const int64_t tokens : {17, 32, 64}) EXPECT_EQ(row_on_hopper(tokens, experts), "sm90.cluster");
+    for (const int64_t tokens : {1, 16, 65}) EXPECT_EQ(row_on_hopper(tokens, experts), "cuda.two_calls");
+  }
+  for (const int64_t experts : {127, 193}) EXPECT_EQ(row_on_hopper(32, experts), "cuda.two_calls");
+  Dispatch dispatch;
+  ASSERT_OK(dispatch.prefer("route_top_k=cuda"));
+  EXPECT_EQ(row_on_hopper(32, 192, &dispatch), "cuda.two_calls");
+}
+#endif
+
 // A preferred row of one of the two is not passed over in silence.
 TEST(ChooseExperts, APreferenceForOneOfTheTwoCallsAsksForBoth) {
   const ChooseExpertsCase c{{"", 32, 192, 4096, DType::bf16, DType::bf16}, {.name = "", .top_k = 8}};

@@ -659,12 +659,12 @@ class Errors(unittest.TestCase):
         one = np.ones(1, "float32")
         for scaling in ("token", "block"):
             x8, scale = vivace.quantize_fp8(x, scaling=scaling)
-            said = f"linear: x_scale .*; scaling is 'tensor', as it is not given, '{scaling}' has scales of that shape$"
+            said = f"linear: x_scale .*; scaling is 'tensor', '{scaling}' has scales of that shape$"
             with self.assertRaisesRegex(ValueError, said.replace("x_scale .*", r"x_scale(\.shape\[0\])? is .*")):
                 vivace.linear(x8, weight, x_scale=scale, weight_scale=one)
             with self.assertRaisesRegex(ValueError, f"^linear: x_scale.*; scaling is 'tensor', '{scaling}' has"):
                 vivace.linear_parts(x8, [weight], x_scale=scale, weight_scales=[one], scaling="tensor")
-        with self.assertRaisesRegex(ValueError, r"^rms_norm: out_scale.shape\[0\] is 4, needs 1; scaling is 'tensor', as it is not given, 'token'"):
+        with self.assertRaisesRegex(ValueError, r"^rms_norm: out_scale.shape\[0\] is 4, needs 1; scaling is 'tensor', 'token'"):
             vivace.rms_norm(x, np.ones(256, "float32"), out=vivace.Typed(np.empty((4, 256), "uint8"), "fp8_e4m3"), out_scale=np.ones(4, "float32"))
 
     def test_numbers_that_are_none(self):

@@ -200,12 +200,12 @@ Result<std::vector<OpWorkload>> select_workloads(const std::vector<std::string>&
 
 std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, const OpRunOptions& options,
                                     const Stream& stream) {
-  bool libraries = options.libraries && std::ranges::any_of(workloads, [](const OpWorkload& workload) {
-                     return !libraries_of(workload).empty();
-                   });
-  if (libraries && !cublaslt_found()) {
+  const auto of_cublaslt = [](const std::string& row) { return row.starts_with("cublas"); };
+  const bool cublaslt = cublaslt_found();
+  if (options.libraries && !cublaslt && std::ranges::any_of(workloads, [&](const OpWorkload& workload) {
+        return std::ranges::any_of(libraries_of(workload), of_cublaslt);
+      })) {
     log_line("cuBLASLt was not found: nothing is timed beside it; vivace doctor says how to get it");
-    libraries = false;
   }
   std::vector<OpResult> results;
   // Times what `prepare` gives; false after an error of the device: nothing that follows would mean anything.
@@ -228,8 +228,9 @@ std::vector<OpResult> run_workloads(const std::vector<OpWorkload>& workloads, co
       return ours.get();
     });
     if (!on) return results;
-    if (!libraries || ours == nullptr) continue;
+    if (!options.libraries || ours == nullptr) continue;
     for (const std::string& row : libraries_of(workload)) {
+      if (of_cublaslt(row) && !cublaslt) continue;
       std::unique_ptr<PreparedOp> library;
       OpResult& beside = results.emplace_back();
       beside.workload = workload;

@@ -55,7 +55,8 @@ struct OpSuite {
   Status (*check)(const OpWorkload& workload);
   /// Of a workload that check() lets pass. unsupported: no row takes it. out_of_memory: this GPU is too small.
   Result<std::unique_ptr<PreparedOp>> (*prepare)(const OpWorkload& workload, const Stream& stream);
-  /// Rows of libraries that a case is timed beside; null: none for any case. All of them are of cuBLASLt.
+  /// Rows of libraries, or of other operators, that a case is timed beside; null: none for any case. Those of cuBLASLt begin with
+  /// "cublas".
   std::vector<std::string> (*libraries)(const OpWorkload& workload) = nullptr;
   /// After fields of a listed case were changed to `named`: brings the fields along that follow from those; null: none do.
   Status (*follow)(OpWorkload& changed, const OpWorkload& listed,

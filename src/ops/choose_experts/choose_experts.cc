@@ -17,17 +17,38 @@ const Row<ChooseExpertsArgs>* row_of(const ChooseExpertsArgs& args, const Stream
   const auto asked = [&](std::string_view op) {
     return stream.dispatch != nullptr && !stream.dispatch->preferred(op).empty();
   };
-  if (asked(kChooseExperts.name) || (!asked("router_gemm") && !asked("route_top_k")))
-    return choose(kChooseExperts, args, stream, refused);
+  const char* why = "a row of router_gemm or route_top_k is preferred, and this calls neither";
+  if (asked(kChooseExperts.name) || (!asked("router_gemm") && !asked("route_top_k"))) {
+    const Row<ChooseExpertsArgs>* row = choose(kChooseExperts, args, stream, refused);
+#if VIVACE_CUDA
+    if (row == nullptr || row->run != choose_experts_sm90_cluster || has_large_clusters(stream)) return row;
+    why = "this device has no room for a cluster of 16 CTAs";
+#else
+    return row;
+#endif
+  }
   for (const Row<ChooseExpertsArgs>& row : kChooseExperts.rows) {
     if (row.device != stream.device) continue;
     if (row.run == choose_experts_two_calls) return &row;
     if (refused == nullptr) continue;
     refused->emplace_back();
     refused->back().row = row.name;
-    refused->back().reason = "a row of router_gemm or route_top_k is preferred, and this calls neither";
+    refused->back().reason = why;
   }
   return nullptr;
+}
+
+/// A refusal that names the sizes of scores, where there are none: by what these are made of.
+Status in_words_of(const ChooseExpertsArgs& args, Status status) {
+  if (status.ok() || args.logits.scores.present()) return status;
+  constexpr std::pair<std::string_view, std::string_view> kNames[] = {
+      {"(from scores.shape[0])", "(from x.shape[0])"},
+      {"(from scores.shape[1])", "(from weight.terms[0].shape[0])"}};
+  std::string text = status.message();
+  for (const auto& [name, ours] : kNames) {
+    if (const size_t at = text.find(name); at != std::string::npos) text.replace(at, name.size(), ours);
+  }
+  return Status(status.code(), std::move(text));
 }
 
 }  // namespace
@@ -47,7 +68,7 @@ Status choose_experts(const ChooseExpertsArgs& args, const Stream& stream) {
   // Scores that nobody wants stand nowhere: while the arguments are checked, at x.
   const TwoCalls calls = two_calls_of(args, args.logits.x.data);
   VIVACE_TRY(check_router_gemm(kName, calls.logits, stream));
-  VIVACE_TRY(check_route_top_k(kName, calls.choice, stream));
+  VIVACE_TRY(in_words_of(args, check_route_top_k(kName, calls.choice, stream)));
   Checker check(kName, stream);
   check.given("choice.scores", args.choice.scores, false, "none: the choice reads those of logits");
   VIVACE_TRY(check.status());
@@ -55,7 +76,7 @@ Status choose_experts(const ChooseExpertsArgs& args, const Stream& stream) {
   const Row<ChooseExpertsArgs>* row = row_of(args, stream);
   if (row == nullptr) return internal::refuse(kChooseExperts, args, stream);
   VIVACE_TRY(check_workspace(kName, args.workspace, row->workspace_bytes(args, stream), stream));
-  // The two count themselves, and no call is counted inside another (but where a part of a GPU has no room for large clusters).
+  // The two count themselves: no call is counted inside another.
   if (row->run == choose_experts_two_calls) return row->run(args, stream);
   if (stream.check_only) return {};
   return run_counted(kChooseExperts, *row, args, stream, [&] { return row->run(args, stream); });

@@ -249,15 +249,16 @@ int clusters_of(const Stream& stream) {
 
 }  // namespace
 
-// A part of a GPU may have no room for such a cluster; there this row makes the two calls.
+bool has_large_clusters(const Stream& stream) {
+  return stream.ordinal < 0 || device::device_count() == 0 || clusters_of(stream) > 0;
+}
 
-int64_t choose_experts_sm90_bytes(const ChooseExpertsArgs& args, const Stream& stream) {
-  return clusters_of(stream) > 0 ? 0 : choose_experts_score_bytes(args, stream);
+int64_t choose_experts_sm90_bytes(const ChooseExpertsArgs&, const Stream&) {
+  return 0;
 }
 
 Status choose_experts_sm90_cluster(const ChooseExpertsArgs& args, const Stream& stream) {
   const int clusters = clusters_of(stream);
-  if (clusters == 0) return choose_experts_two_calls(args, stream);
   const TwoCalls calls = two_calls_of(args, nullptr);
   const Params p = params_of(calls.logits);
   if (p.tokens == 0) return {};

@@ -12,6 +12,8 @@ Status choose_experts_sm90_cluster(const ChooseExpertsArgs& args, const Stream& 
 
 Facts choose_experts_facts(const ChooseExpertsArgs& args);
 int64_t choose_experts_score_bytes(const ChooseExpertsArgs& args, const Stream& stream);
+/// Whether the device holds a cluster of 16 CTAs: a part of a GPU may not. One that is not here is taken to.
+bool has_large_clusters(const Stream& stream);
 int64_t choose_experts_sm90_bytes(const ChooseExpertsArgs& args, const Stream& stream);
 
 /// The two calls of a call: scores that nobody wants lie at `scores`.
@@ -21,8 +23,8 @@ struct TwoCalls {
 };
 TwoCalls two_calls_of(const ChooseExpertsArgs& args, void* scores);
 
-// Where one kernel was measured to be faster than two: with fewer tokens router_gemm's sm90_few.cu loads the weight by more SMs,
-// with more clusters come in turns.
+// Where one kernel was measured to be faster than two, with 32 and 64 tokens, 128 and 192 experts of 4,096: with fewer tokens router_gemm's
+// sm90_few.cu loads the weight by more SMs, with more clusters come in turns.
 inline constexpr Need kChooseExpertsClusterNeeds[] = {
     {"compute_capability", Need::equals, 90},
     {"tokens", Need::at_least, 17},
