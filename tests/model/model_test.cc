@@ -329,6 +329,7 @@ TEST(Explain, ListsTheCallsOfAStep) {
                               {"linear", 2},
                               {"attention_prologue", 1},
                               {"attention_decode", 1},
+                              {"choose_experts", 1},  // by the two behind it
                               {"router_gemm", 1},
                               {"route_top_k", 1},
                               {"fused_moe", 1}}));
