@@ -500,6 +500,17 @@ class Route(NamedTuple):
     zero_weight: Array | None = None
 
 
+def _route(place: str, like: Array, tokens: int, experts: int, top_k: int, zero_experts: int, expert_ids: Array | None,
+           expert_weights: Array | None, zero_weight: Array | None) -> Route:
+    """What a choice of experts is written to: the arrays that were given, and new ones for the others."""
+    if expert_ids is None or expert_weights is None:
+        top_k = whole(place, top_k, 0, experts)
+    if zero_experts > 0 and zero_weight is None:
+        zero_weight = empty(like, (tokens,), "f32")
+    return Route(empty(like, (tokens, top_k), "i32") if expert_ids is None else expert_ids,
+                 empty(like, (tokens, top_k), "f32") if expert_weights is None else expert_weights, zero_weight)
+
+
 @_operator({"scores": 2})
 def route_top_k(scores: Array, top_k: int, *, correction_bias: Array | None = None, live_tokens: Array | None = None,
                 scoring: str = "softmax", renormalise: bool = True, scale: float = 1.0, groups: int = 1, top_groups: int = 1,
@@ -518,14 +529,9 @@ def route_top_k(scores: Array, top_k: int, *, correction_bias: Array | None = No
     equal ones under softmax, zero under "sigmoid".
     """
     tokens, experts = shape_of(scores)
-    if expert_ids is None or expert_weights is None:
-        top_k = whole("route_top_k: top_k", top_k, 0, experts)
-    ids = empty(scores, (tokens, top_k), "i32") if expert_ids is None else expert_ids
-    weights = empty(scores, (tokens, top_k), "f32") if expert_weights is None else expert_weights
-    if zero_experts > 0 and zero_weight is None:
-        zero_weight = empty(scores, (tokens,), "f32")
-    return (scores, correction_bias, ids, weights, zero_weight, live_tokens, _choice_of("route_top_k: scoring", scoring, _SCORING),
-            int(renormalise), scale, groups, top_groups, zero_experts), Route(ids, weights, zero_weight)
+    route = _route("route_top_k: top_k", scores, tokens, experts, top_k, zero_experts, expert_ids, expert_weights, zero_weight)
+    return (scores, correction_bias, *route, live_tokens, _choice_of("route_top_k: scoring", scoring, _SCORING),
+            int(renormalise), scale, groups, top_groups, zero_experts), route
 
 
 @_operator({"x": 2})
@@ -543,15 +549,10 @@ def choose_experts(x: Array, weight: RouterWeight, top_k: int, *, bias: Array | 
     """
     parts, version = _router_values("choose_experts", weight, weight_version)
     tokens, experts = shape_of(x)[0], shape_of(weight.terms[0])[0]
-    if expert_ids is None or expert_weights is None:
-        top_k = whole("choose_experts: top_k", top_k, 0, experts)
-    ids = empty(x, (tokens, top_k), "i32") if expert_ids is None else expert_ids
-    weights = empty(x, (tokens, top_k), "f32") if expert_weights is None else expert_weights
-    if zero_experts > 0 and zero_weight is None:
-        zero_weight = empty(x, (tokens,), "f32")
-    return (x, *parts, bias, scores, correction_bias, ids, weights, zero_weight, live_tokens, workspace, version,
+    route = _route("choose_experts: top_k", x, tokens, experts, top_k, zero_experts, expert_ids, expert_weights, zero_weight)
+    return (x, *parts, bias, scores, correction_bias, *route, live_tokens, workspace, version,
             _choice_of("choose_experts: scoring", scoring, _SCORING), int(renormalise), scale, groups, top_groups, zero_experts,
-            int(batch_invariant), int(weight_ready)), Route(ids, weights, zero_weight)
+            int(batch_invariant), int(weight_ready)), route
 
 
 class ExpertWeights(NamedTuple):

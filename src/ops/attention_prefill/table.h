@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
+
 #include "src/core/dispatch.h"
 #include "src/ops/attention/args.h"
 #include "vivace/attention_prefill.h"
@@ -16,41 +19,37 @@ Status attention_prefill_sm90(const AttentionPrefillArgs& args, const Stream& st
 
 Facts attention_prefill_facts(const AttentionPrefillArgs& args);
 
-/// Keys come in blocks that are not those of attention_decode, so groups of keys, which promise its bits, are left to cuda.mma.
-inline constexpr Need kSm90Bf16PrefillNeeds[] = {{"q", Need::dtype_in, dtypes_mask(DType::bf16)},
-                                                 {"kv", Need::dtype_in, dtypes_mask(DType::bf16)},
-                                                 {"head_dim", Need::power_of_two, 0},
-                                                 {"head_dim", Need::at_least, 64},
-                                                 {"head_dim", Need::at_most, 256},
-                                                 {"group", Need::at_most, 128},
-                                                 {"page_tokens", Need::power_of_two, 0},
-                                                 {"page_tokens", Need::at_least, 16},
-                                                 {"page_tokens", Need::at_most, 256},
-                                                 {"pages", Need::at_least, 1},
-                                                 {"split_tokens", Need::equals, 0},
-                                                 {"q_alignment", Need::multiple_of, 16},
-                                                 {"k_alignment", Need::multiple_of, 16},
-                                                 {"v_alignment", Need::multiple_of, 16},
-                                                 {"output_alignment", Need::multiple_of, 16},
-                                                 {"compute_capability", Need::equals, 90}};
-inline constexpr Need kSm90Fp8PrefillNeeds[] = {{"q", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
-                                                {"kv", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
-                                                {"output", Need::dtype_in, dtypes_mask(DType::bf16)},
-                                                {"key_scales", Need::equals, 0},
-                                                {"head_dim", Need::power_of_two, 0},
-                                                {"head_dim", Need::at_least, 64},
-                                                {"head_dim", Need::at_most, 128},
-                                                {"group", Need::at_most, 128},
-                                                {"page_tokens", Need::power_of_two, 0},
-                                                {"page_tokens", Need::at_least, 16},
-                                                {"page_tokens", Need::at_most, 256},
-                                                {"pages", Need::at_least, 1},
-                                                {"split_tokens", Need::equals, 0},
-                                                {"q_alignment", Need::multiple_of, 16},
-                                                {"k_alignment", Need::multiple_of, 16},
-                                                {"v_alignment", Need::multiple_of, 16},
-                                                {"output_alignment", Need::multiple_of, 16},
-                                                {"compute_capability", Need::equals, 90}};
+/// What a Hopper row needs of its own, and what all of them do. Keys come in blocks that are not those of attention_decode, so groups of
+/// keys, which promise its bits, are left to cuda.mma.
+template <size_t kCount>
+constexpr auto sm90_prefill_needs(const Need (&own)[kCount]) {
+  constexpr Need kCommon[] = {{"head_dim", Need::power_of_two, 0},
+                              {"head_dim", Need::at_least, 64},
+                              {"group", Need::at_most, 128},
+                              {"page_tokens", Need::power_of_two, 0},
+                              {"page_tokens", Need::at_least, 16},
+                              {"page_tokens", Need::at_most, 256},
+                              {"pages", Need::at_least, 1},
+                              {"split_tokens", Need::equals, 0},
+                              {"q_alignment", Need::multiple_of, 16},
+                              {"k_alignment", Need::multiple_of, 16},
+                              {"v_alignment", Need::multiple_of, 16},
+                              {"output_alignment", Need::multiple_of, 16},
+                              {"compute_capability", Need::equals, 90}};
+  std::array<Need, kCount + std::size(kCommon)> all{};
+  std::ranges::copy(kCommon, std::ranges::copy(own, all.begin()).out);
+  return all;
+}
+inline constexpr auto kSm90Bf16PrefillNeeds =
+    sm90_prefill_needs({{"q", Need::dtype_in, dtypes_mask(DType::bf16)},
+                        {"kv", Need::dtype_in, dtypes_mask(DType::bf16)},
+                        {"head_dim", Need::at_most, 256}});
+inline constexpr auto kSm90Fp8PrefillNeeds =
+    sm90_prefill_needs({{"q", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
+                        {"kv", Need::dtype_in, dtypes_mask(DType::fp8_e4m3)},
+                        {"output", Need::dtype_in, dtypes_mask(DType::bf16)},
+                        {"key_scales", Need::equals, 0},
+                        {"head_dim", Need::at_most, 128}});
 
 inline constexpr Row<AttentionPrefillArgs> kAttentionPrefillRows[] = {
 #if VIVACE_CUDA

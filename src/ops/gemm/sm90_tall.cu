@@ -542,11 +542,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void tall_kernel(const __grid_const
 template <bool kBlockScales, bool kGated, int kGroups, int kBlocks>
 Status run_tall_tile(std::string_view name, Problem p, const Stream& stream, int sms) {
   using T = TallTile<kBlockScales, kGated, kGroups, kBlocks>;
-  const bool up_first = kGated && p.b_up < p.b;  // the tensor copy goes upwards in memory
-  if (up_first) {
-    std::swap(p.b, p.b_up);
-    std::swap(p.b_scale, p.b_up_scale);
-  }
+  const bool up_first = kGated && put_in_order(p);
   WideMaps maps;
   VIVACE_TRY((make_maps<T, fp8>(p, maps)));
   const int64_t column_tiles = (p.n + T::kColumns - 1) / T::kColumns;

@@ -172,6 +172,14 @@ struct TileWalk {
   }
 };
 
+/// The tensor copy goes upwards in memory: gate and up change places where up lies first, which is said.
+inline bool put_in_order(Problem& p) {
+  if (p.b_up >= p.b) return false;
+  std::swap(p.b, p.b_up);
+  std::swap(p.b_scale, p.b_up_scale);
+  return true;
+}
+
 struct WideMaps {
   CUtensorMap a, b;  ///< a: where rows lie one after another
 };

@@ -609,11 +609,7 @@ __global__ __launch_bounds__(T::kThreads, 1) void wide_kernel(const __grid_const
 template <class E, bool kBlockScales, bool kGated, bool kGather, int kGroups, int kRows>
 Status run_wide_tile(std::string_view name, Problem p, const Stream& stream, int sms) {
   using T = WideTile<E, kBlockScales, kGated, kGather, kGroups, kRows>;
-  const bool up_first = kGated && p.b_up < p.b;  // the tensor copy goes upwards in memory
-  if (up_first) {
-    std::swap(p.b, p.b_up);
-    std::swap(p.b_scale, p.b_up_scale);
-  }
+  const bool up_first = kGated && put_in_order(p);
   WideMaps maps;
   VIVACE_TRY((make_maps<T, E>(p, maps)));
   const int64_t column_tiles = (p.n + T::kColumns - 1) / T::kColumns;

@@ -35,16 +35,15 @@ struct alignas(4 * kCount) Sums {
 /// What tensor cores drop of a step on average, as a share of it: they truncate.
 inline constexpr float kDropped = 0x1p-24f;
 
-/// v[0] becomes the sum of the first `count` parts. The last addition gives back what was dropped, but for a weight of one
-/// term: its sums of small whole numbers are exact and stay so.
+/// v[0] becomes the sum of the parts, a power of two; some after the first half may be zeros. The last addition gives back
+/// what was dropped, but for a weight of one term: its sums of small whole numbers are exact and stay so.
 template <int kTerms, int kParts, int kCount>
-__device__ __forceinline__ void add_in_pairs(Sums<kCount> (&v)[kParts], int count = kParts) {
+__device__ __forceinline__ void add_in_pairs(Sums<kCount> (&v)[kParts]) {
 #pragma unroll
   for (int width = 1; width < kParts; width *= 2) {
 #pragma unroll
     for (int i = 0; i + width < kParts; i += 2 * width) {
-      if (i + width >= count) continue;
-      if (kTerms > 1 && i == 0 && 2 * width >= count) {
+      if (kTerms > 1 && 2 * width == kParts) {
 #pragma unroll
         for (int c = 0; c < kCount; ++c)
           v[width].v[c] = fmaf(kDropped, v[0].v[c] + v[width].v[c], v[width].v[c]);

@@ -58,46 +58,13 @@ struct Tile {
   static_assert(kStages >= 2);
 };
 
-/// Four scores of neighbouring experts, as far as there are so many.
-__device__ __forceinline__ void store_scores(const Params& p, int64_t token, int64_t expert, Sums<4> scores) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(p.scores) | 4 * p.scores_stride) % sizeof(scores) == 0;
-  if (p.scores_type == DType::f32 && aligned && expert + 4 <= p.experts) {
-    if (p.bias != nullptr) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) scores.v[c] += p.bias[expert + c];
-    }
-    *reinterpret_cast<Sums<4>*>(static_cast<float*>(p.scores) + token * p.scores_stride + expert) = scores;
-    return;
-  }
-#pragma unroll
-  for (int c = 0; c < 4; ++c)
-    if (expert + c < p.experts) store_score(p, token, expert + c, scores.v[c]);
-}
-
-/// Adds up what a cluster's CTAs have of a share of a tile's rows, and stores the scores: `rows` from `row0`, and experts from
-/// `column0`. `sums` are this CTA's of the first of them. One instance for any number of CTAs, a load of each at a time: small tiles, of
-/// which an SM has two, take 5 % longer in all with those below.
-template <int kTerms, class T>
-__device__ __forceinline__ void store_few_rows(const Params& p, const float* sums, int ctas, int64_t row0,
-                                               int rows, int64_t column0) {
-  constexpr int kVectors = T::kColumns / 4;
-  for (int i = threadIdx.x; i < rows * kVectors; i += T::kConsumers) {
-    Sums<4> part[kMostCtas];
-    const float* from = sums + i / kVectors * T::kPitch + i % kVectors * 4;
-#pragma unroll
-    for (int other = 0; other < kMostCtas; ++other)
-      if (other < ctas) part[other] = *reinterpret_cast<const Sums<4>*>(device::in_cta(from, other));
-    add_in_pairs<kTerms>(part, ctas);
-    store_scores(p, row0 + i / kVectors, column0 + i % kVectors * 4, part[0]);
-  }
-}
-
-/// The same by an instance for at most kMost CTAs and more than half as many, several loads of each at a time.
+/// Adds up what a cluster's CTAs, at most kMost of them and more than half as many, have of a share of a tile's rows, and stores
+/// the scores: `rows` from `row0`, and experts from `column0`. `sums` are this CTA's of the first of them.
 template <int kTerms, class T, int kMost>
 __device__ __forceinline__ void store_rows(const Params& p, const float* sums, int ctas, int64_t row0,
                                            int rows, int64_t column0) {
   constexpr int kVectors = T::kColumns / 4;
-  constexpr int kAtOnce = 4;  // loads of a thread, other CTAs are far
+  constexpr int kAtOnce = T::kCtasPerSm == 2 ? 1 : 4;  // loads of a thread, other CTAs are far
   const float* parts[kMost];
 #pragma unroll
   for (int other = 0; other < kMost; ++other) parts[other] = kMost == 1 ? sums : device::in_cta(sums, other);
@@ -328,22 +295,18 @@ __global__ __launch_bounds__(
   const int first_row = rank * rows_of_cta;
   const int rows =
       static_cast<int>(min(int64_t{min(first_row + rows_of_cta, T::kRows)}, p.tokens - row0)) - first_row;
-  const float* const share = tile + first_row * T::kPitch;
-  if constexpr (T::kCtasPerSm == 2) {
-    store_few_rows<kTerms, T>(p, share, ctas, row0 + first_row, rows, column0);
+  const auto store = [&](auto most) {
+    store_rows<kTerms, T, decltype(most)::value>(p, tile + first_row * T::kPitch, ctas, row0 + first_row,
+                                                 rows, column0);
+  };
+  if (ctas == 1) {
+    store(std::integral_constant<int, 1>());
+  } else if (ctas == 2) {
+    store(std::integral_constant<int, 2>());
+  } else if (ctas <= 4) {
+    store(std::integral_constant<int, 4>());
   } else {
-    const auto store = [&](auto most) {
-      store_rows<kTerms, T, decltype(most)::value>(p, share, ctas, row0 + first_row, rows, column0);
-    };
-    if (ctas == 1) {
-      store(std::integral_constant<int, 1>());
-    } else if (ctas == 2) {
-      store(std::integral_constant<int, 2>());
-    } else if (ctas <= 4) {
-      store(std::integral_constant<int, 4>());
-    } else {
-      store(std::integral_constant<int, kMostCtas>());
-    }
+    store(std::integral_constant<int, kMostCtas>());
   }
   __syncwarp();    // a cluster's barrier wants whole warps
   if (ctas > 1) {  // nobody reads this CTA's sums any more
