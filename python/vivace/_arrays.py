@@ -20,6 +20,7 @@ TENSOR_BYTES = 24 + 16 * MAX_RANK
 DTYPES = {"f32": 1, "f16": 2, "bf16": 3, "fp8_e4m3": 4, "u8": 5, "i32": 6, "i64": 7,
           "q4_0": 16, "q4_1": 17, "q8_0": 18, "q4_k": 19, "q6_k": 20}
 _BLOCKS = {"q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "q4_k": (256, 144), "q6_k": (256, 210)}
+MADE_DTYPES = tuple(name for name in DTYPES if name not in _BLOCKS)  # of arrays that are made here
 
 AN_ARRAY = "vivace: an array"  # begins what is wrong with one, until who knows its name puts that there
 NOTHING_BESIDE = "vivace: nothing is allocated beside"

@@ -224,6 +224,8 @@ class Entry:
 
     def _parts(self, values: tuple, framework: _arrays.Framework, other: Callable[[Any], bytes] = _arrays.describe) -> list[bytes]:
         """The arguments as the struct's bytes, one item for each value; `framework` is that of the first, `other` describes those of other types."""
+        if len(values) != len(self.operator.arguments):  # a tuple among what was given is shorter or longer than it should be
+            raise TypeError(f"needs {len(self.operator.arguments)} values, not {len(values)}")
         kind, describe = type(values[0]), framework.describe
         parts = [self._header] + [_NOTHING] * len(values)
         try:

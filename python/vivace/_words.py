@@ -11,7 +11,7 @@ import re
 from typing import Any, Callable, Mapping
 
 from . import _arrays
-from ._arrays import AN_ARRAY, DLPACK, DTYPES, FRAMEWORKS, NOTHING_BESIDE, Shape, framework_of, shape_of, shown
+from ._arrays import AN_ARRAY, DLPACK, FRAMEWORKS, MADE_DTYPES, NOTHING_BESIDE, Shape, framework_of, shape_of, shown
 
 REFUSALS = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
@@ -46,8 +46,8 @@ def refusal(error: Exception, place: str, function: Callable, args: tuple, kwarg
         annotation = str(parameters[name].annotation)
         fits = (value is None and annotation.endswith("| None")) or (seen and _is_container(annotation))
         wrong = None if fits else _wrong(f"{place}: {name}", annotation, value, running, error)
-        if wrong is None and name.endswith("dtype") and value is not None and value not in DTYPES:
-            wrong = ValueError(f"{place}: {name} is {shown(value)}, needs one of {', '.join(DTYPES)}")
+        if wrong is None and name.endswith("dtype") and value is not None and value not in MADE_DTYPES:
+            wrong = ValueError(f"{place}: {name} is {shown(value)}, needs one of {', '.join(MADE_DTYPES)}")
         if wrong is not None:
             return wrong
     if text.startswith(NOTHING_BESIDE):

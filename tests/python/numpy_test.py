@@ -528,6 +528,7 @@ class Errors(unittest.TestCase):
     def test_the_argument_is_named(self):
         x, weight, experts = np.ones((4, 64), "float32"), np.ones((8, 64), "float32"), np.ones((4, 64, 64), "float32")
         ids, double, i32 = np.zeros((4, 2), "int32"), np.ones(64), np.array([0, 1], "int32")
+        cache = np.ones((1, 16, 1, 64), "float32")
         shape, moe = vivace.Shape((4, 64), "f32"), (x, experts, experts[:, :, :32].copy(), ids, x[:, :2].copy())
         masked, router = np.ma.array(x, mask=x > 0), vivace.prepare_router_weight(weight)
         for kind, message, call, args, options in (
@@ -539,6 +540,8 @@ class Errors(unittest.TestCase):
                 (ValueError, r"linear: weight is f32\[64\], needs 2 dim", vivace.linear, (x, weight[0]), {}),
                 (ValueError, "linear: x has the shape .., needs 2 dim", vivace.linear, (np.array(1, "float32"), weight), {}),
                 (ValueError, "linear: out_dtype is 'f64', needs one of f32,", vivace.linear, (x, weight), {"out_dtype": "f64"}),
+                (ValueError, "linear: out_dtype is 'q8_0', needs one of f32, f16, bf16, fp8_e4m3, u8, i32, i64$", vivace.linear, (x, weight),
+                 {"out_dtype": "q8_0"}),
                 (TypeError, "linear: exact is 'a', needs True or False", vivace.linear, (x, weight), {"exact": "a"}),
                 (ValueError, "linear: exact is inf, needs True or False", vivace.linear, (x, weight), {"exact": np.inf}),
                 (ValueError, r"linear: weights\[1\] is of type float64, needs", vivace.linear_parts, (x, [weight, weight.astype(float)]), {}),
@@ -571,6 +574,8 @@ class Errors(unittest.TestCase):
                 (TypeError, "sampler: temperature is the float 0.8, needs an array", vivace.sampler, (x,), {"temperature": 0.8}),
                 (ValueError, r"embedding: ids\[1\] is 4294967295, needs 0 <= id", vivace.embedding, (np.array([1, 2**32 - 1], "uint32"), x), {}),
                 (TypeError, "decode_schedule: params is a tuple of 2, needs", vivace.decode_schedule, (i32[:1], i32, (1, 64)), {}),
+                *((TypeError, f"attention_decode: params is a tuple of {n}, needs what vivace.attention_decode_schedule_params returns",
+                   vivace.attention_decode, (x[:, None], cache, cache, ids, i32[:1], i32, ids[0], (1,) * n), {}) for n in (0, 6, 8)),
                 (ValueError, "attention_decode: k has the shape .4, 64., needs 4", vivace.attention_decode_schedule_params, (x, x, ids), {}),
                 (ValueError, "prepare_router_weight: weight is of type float64", vivace.prepare_router_weight, (weight.astype(float),), {}),
                 (ValueError, "prepare_router_weight: weight has the shape .64,., needs 2", vivace.prepare_router_weight, (weight[0],), {}),

@@ -373,6 +373,7 @@ class Torch(unittest.TestCase):
         experts, ids = torch.ones(2, 8, 8), torch.zeros(2, 1, dtype=torch.int32)
         for said, call in (("rms_norm: eps is tensor", lambda: vivace.rms_norm(x, weight, eps=x)),
                            ("linear: out_dtype is tensor", lambda: vivace.linear(x, x, out_dtype=x)),
+                           ("linear: out_dtype is 'q8_0', needs one of f32, ", lambda: vivace.linear(x, x, out_dtype="q8_0")),
                            ("linear: exact is tensor", lambda: vivace.linear(x, x, exact=x)),
                            ("fused_moe: swiglu_alpha is tensor", lambda: vivace.fused_moe(x, experts, experts[:, :, :4], ids, x[:, :1], swiglu_alpha=x)),
                            ("sampler: logprobs is tensor", lambda: vivace.sampler(x, logprobs=x)),
