@@ -37,6 +37,11 @@ def pack(address: int, dtype: int, device: int, ordinal: int, shape: Sequence[in
     return _PACK[rank](address, dtype, rank, device, ordinal, *shape, *strides)
 
 
+def compiled() -> bool:
+    """Whether this is read by torch's compiler, which does not run it. vivace.torch_ops puts torch's own function here."""
+    return False
+
+
 def traced() -> bool:
     """Whether torch records this, and sizes may be symbols. vivace.torch_ops puts its own function here."""
     return False

@@ -105,6 +105,7 @@ typedef struct {
   PyTypeObject* types[MOST_TYPES];
   Py_ssize_t parameter_count;
   Parameter parameters[MOST_PARAMETERS];
+  PyObject* recorders; /* a tuple, each asked whether it records calls; null: bind() was not called yet */
 } Site;
 
 static const char* const SITE = "vivace._call.Site";
@@ -240,6 +241,17 @@ static int pack_parameter(const Site* site, const Parameter* parameter, PyObject
   return 1;
 }
 
+/* Whether somebody records calls, who has to be shown another than this; or an exception is set. */
+static int is_recorded(const Site* site) {
+  int recorded = 0;
+  for (Py_ssize_t i = 0; recorded == 0 && i < PyTuple_Size(site->recorders); ++i) {
+    PyObject* said = PyObject_CallNoArgs(PyTuple_GetItem(site->recorders, i));
+    recorded = said == NULL ? -1 : PyObject_IsTrue(said);
+    Py_XDECREF(said);
+  }
+  return recorded != 0;
+}
+
 /* direct(*given) -> code: of all arguments of the operator's Python function that the library knows. */
 static PyObject* direct(PyObject* capsule, PyObject* const* given, Py_ssize_t count) {
   const Site* site = PyCapsule_GetPointer(capsule, SITE);
@@ -250,7 +262,7 @@ static PyObject* direct(PyObject* capsule, PyObject* const* given, Py_ssize_t co
   }
   _Alignas(8) char args[MOST_BYTES];
   begin(site, args);
-  int packed = 1, workspace = site->workspace < 0;
+  int packed = !is_recorded(site), workspace = site->workspace < 0;
   for (Py_ssize_t i = 0; packed && i < count; ++i) {
     packed = pack_parameter(site, &site->parameters[i], given[i], args);
     workspace |= site->parameters[i].first == site->workspace && given[i] != Py_None;
@@ -262,6 +274,7 @@ static void free_site(PyObject* capsule) {
   Site* site = PyCapsule_GetPointer(capsule, SITE);
   for (Py_ssize_t i = 0; i < site->type_count; ++i) Py_DECREF(site->types[i]);
   Py_XDECREF(site->is_lazy);
+  Py_XDECREF(site->recorders);
   PyMem_Free(site);
 }
 
@@ -348,18 +361,21 @@ static int add_parameter(Site* site, PyObject* described) {
 
 static PyMethodDef DIRECT = {"direct", (PyCFunction)(void (*)(void))direct, METH_FASTCALL, NULL};
 
-/* bind(site, parameters) -> direct, once for a site: parameters are (required, first, count). */
+/* bind(site, parameters, recorders) -> direct, once for a site: parameters are (required, first, count). */
 static PyObject* bind(PyObject* module, PyObject* args) {
-  PyObject *made, *parameters;
+  PyObject *made, *parameters, *recorders;
   (void)module;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyCFunction_Type, &made, &PyTuple_Type, &parameters)) return NULL;
+  if (!PyArg_ParseTuple(args, "O!O!O!", &PyCFunction_Type, &made, &PyTuple_Type, &parameters, &PyTuple_Type,
+                        &recorders))
+    return NULL;
   PyObject* capsule = PyCFunction_GetSelf(made);
   Site* site =
       capsule != NULL && PyCapsule_IsValid(capsule, SITE) ? PyCapsule_GetPointer(capsule, SITE) : NULL;
-  if (site == NULL || site->parameter_count != 0) {
+  if (site == NULL || site->recorders != NULL) {
     PyErr_SetString(PyExc_ValueError, "vivace._call: needs a site that has no parameters");
     return NULL;
   }
+  site->recorders = Py_NewRef(recorders);
   for (Py_ssize_t i = 0; i < PyTuple_Size(parameters); ++i) {
     if (!add_parameter(site, PyTuple_GetItem(parameters, i))) return NULL;
   }

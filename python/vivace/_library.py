@@ -276,9 +276,11 @@ class Entry:
                                  for name in known)
         return known
 
-    def take_apart(self, exchange: int, types: tuple[type, ...], is_lazy: Callable[[Any], bool] | None = None) -> None:
+    def take_apart(self, exchange: int, types: tuple[type, ...], is_lazy: Callable[[Any], bool] | None = None,
+                   recorders: tuple[Callable[[], Any], ...] = ()) -> None:
         """From now on quick() takes tensor objects of these types, which DLPack's C exchange knows. `is_lazy` is asked of those with even
-        strides, whether their numbers are others than those in memory: such are not taken.
+        strides, whether their numbers are others than those in memory: such are not taken. direct() takes nothing while one of `recorders`
+        says that it records calls.
         """
         if _call is not None:
             run, workspace_bytes = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (self._run, self._workspace_bytes))
@@ -286,7 +288,7 @@ class Entry:
             workspace = -1 if self.operator.workspace is None else self.operator.workspace
             self.quick = _call.make(run, workspace_bytes, exchange, kinds, workspace, types, is_lazy)
             if self._parameters is not None:
-                self.direct = _call.bind(self.quick, self._parameters)
+                self.direct = _call.bind(self.quick, self._parameters, recorders)
 
     def run(self, values: tuple) -> None:
         """Runs the operator. A workspace that is needed and not given is allocated beside the first tensor."""

@@ -128,7 +128,7 @@ class _Calls:
         named = [name for name in parameters if name not in positional]
         others = "".join(f" or {name} is not _{name}" for name in named if name not in known)
         source = (f"def {self.name}({', '.join(positional)}, *, {', '.join(named)}):\n"
-                  f"    code = -1 if out is None{others} or _arrays.traced() else _entry.direct({', '.join(known)})\n"
+                  f"    code = -1 if out is None{others} or _arrays.compiled() else _entry.direct({', '.join(known)})\n"
                   f"    if code == 0:\n"
                   f"        return out\n"
                   f"    return _run(code, ({', '.join(positional)},), {{{', '.join(f'{name!r}: {name}' for name in named)}}})\n")

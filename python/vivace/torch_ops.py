@@ -106,15 +106,15 @@ def _through_torch(entry: _library.Entry, values: tuple) -> None:
     getattr(torch.ops.vivace, entry.operator.name)(*values)
 
 
-def _recorded() -> bool:
-    """Whether somebody records what torch is asked for: a compiler, torch.jit.trace, or a dispatch mode (make_fx, a FLOP counter)."""
-    return _compiling() or _modes() > 0 or _tracing()
-
-
-_compiling = torch.compiler.is_compiling
-# Of torch's own modules; without them none is seen.
+# torch.jit.trace, and dispatch modes (make_fx, a FLOP counter). Of torch's own modules; without them none is seen.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _tracing = getattr(torch._C, "_is_tracing", lambda: False)
+_compiling = torch.compiler.is_compiling
+
+
+def _recorded() -> bool:
+    """Whether somebody records what torch is asked for: a compiler or one of those."""
+    return _compiling() or _modes() > 0 or _tracing()
 
 
 def _run(entry: _library.Entry, values: tuple) -> None:
@@ -125,11 +125,11 @@ def _run(entry: _library.Entry, values: tuple) -> None:
 TORCH = _arrays.Framework(_describe, _place, _empty, _dtype, lambda tensor: True, _through_torch)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _arrays.FRAMEWORKS.update({kind: TORCH._replace(run=_run) for kind in _PLAIN})
-_arrays.traced = _recorded
+_arrays.compiled, _arrays.traced = getattr(torch.compiler, "is_dynamo_compiling", _compiling), _recorded
 EXCHANGE = _exchange()
 if EXCHANGE:
     for _entry in _library.ENTRIES.values():
-        _entry.take_apart(EXCHANGE, _PLAIN, torch.Tensor.is_neg)
+        _entry.take_apart(EXCHANGE, _PLAIN, torch.Tensor.is_neg, (_modes, _tracing))
 
 _LIBRARY = torch_library.Library("vivace", "DEF")
 

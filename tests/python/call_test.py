@@ -130,7 +130,7 @@ class Calls(unittest.TestCase):
         entry = operator._entry
         kinds = "".join(argument.kind[0] for argument in entry.operator.arguments)
         call = _call.make(address(run), 0, ctypes.addressof(EXCHANGE), kinds, -1, (Tensor,), None)
-        return call, _call.bind(call, entry._parameters)
+        return call, _call.bind(call, entry._parameters, ())
 
     def test_direct_calls_pack_what_python_does(self):
         packed, seen = [], set()
@@ -179,7 +179,7 @@ class Calls(unittest.TestCase):
             for args, options in [((x, weight), {}), ((x, weight), {"out": None}), ((x, weight), {"out": y, "scaling": "token"})]:
                 with self.assertRaises((TypeError, ValueError)):  # `build` asks more of x than it is
                     vivace.rms_norm(*args, **options)
-            with unittest.mock.patch.object(_arrays, "traced", lambda: True), self.assertRaises(TypeError):
+            with unittest.mock.patch.object(_arrays, "compiled", lambda: True), self.assertRaises(TypeError):
                 vivace.rms_norm(x, weight, out=y)
             self.assertEqual(len(given), 4)
 
@@ -204,15 +204,40 @@ class Calls(unittest.TestCase):
         parameters = ENTRY._parameters
         for wrong in (((True, 8, 1),), ((True, 6, 3),), ((True, 0, 0),), parameters * 8):
             with self.assertRaises(ValueError):
-                _call.bind(site(), wrong)
+                _call.bind(site(), wrong, ())
         with self.assertRaises(TypeError):
-            _call.bind(site(), (5,))
+            _call.bind(site(), (5,), ())
         with self.assertRaises(ValueError):
-            _call.bind(_call.use, parameters)
+            _call.bind(_call.use, parameters, ())
         call = site()
-        _call.bind(call, parameters)
+        _call.bind(call, parameters, ())
         with self.assertRaisesRegex(ValueError, "has no parameters"):
-            _call.bind(call, parameters)
+            _call.bind(call, parameters, ())
+
+    def test_what_is_recorded_is_left(self):
+        answers, asked = [], []
+
+        def recorder(name):
+            def ask():
+                asked.append(name)
+                if isinstance(answers[name], BaseException):
+                    raise answers[name]
+                return answers[name]
+            return ask
+
+        direct = _call.bind(site(ENTRY._run), ENTRY._parameters, (recorder(0), recorder(1)))
+        for answers, code, names in (([False, 0], 0, [0, 1]), ([False, 1], -1, [0, 1]), ([2, False], -1, [0]), ([ValueError(), False], -1, [0])):
+            self.assertEqual(direct(self.x, self.weight, None, 0.0, self.y, None, None), code)
+            self.assertEqual(asked, names)
+            asked.clear()
+        answers = [KeyboardInterrupt(), False]
+        with self.assertRaises(KeyboardInterrupt):
+            direct(self.x, self.weight, None, 0.0, self.y, None, None)
+        kept = recorder(0)
+        count = sys.getrefcount(kept)
+        for _ in range(10):
+            _call.bind(site(), ENTRY._parameters, (kept,))
+        self.assertEqual(sys.getrefcount(kept), count)
 
     def test_what_the_library_is_given(self):
         given = []

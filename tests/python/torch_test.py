@@ -202,19 +202,24 @@ class Torch(unittest.TestCase):
         def doubled(x):
             return vivace.rms_norm(x, weight) * 2
 
-        for record in (make_fx, lambda f: torch.jit.trace(f, (x,), check_trace=False)):
-            graph = record(doubled)(x) if record is make_fx else record(doubled)
-            self.assertTrue(torch.equal(graph(other), doubled(other)))
+        def doubled_there(x):
+            return vivace.rms_norm(x, weight, out=torch.empty_like(x)) * 2
+
+        for call in (doubled, doubled_there):
+            for record in (make_fx, lambda f: torch.jit.trace(f, (x,), check_trace=False)):
+                graph = record(call)(x) if record is make_fx else record(call)
+                self.assertTrue(torch.equal(graph(other), doubled(other)))
 
         class Names(TorchDispatchMode):
             def __torch_dispatch__(self, function, types, args=(), kwargs=None):
                 seen.append(str(function))
                 return function(*args, **(kwargs or {}))
 
-        seen = []
-        with Names():
-            doubled(x)
-        self.assertIn("vivace.rms_norm.default", seen)
+        for call in (doubled, doubled_there):
+            seen = []
+            with Names():
+                call(x)
+            self.assertIn("vivace.rms_norm.default", seen)
 
     def test_refusals_while_torch_traces(self):
         torch._dynamo.reset()
