@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import socket
 import statistics
@@ -184,8 +185,19 @@ def side(engine: Engine, name: str, args: argparse.Namespace, prompts: list[list
     return {"command": command, "texts": texts, "client": result, "tpot_ms": engine.tpot_ms(result)}
 
 
+def _check(engine: Engine, args: argparse.Namespace) -> None:
+    """What would be noticed after an engine has run, or never."""
+    own = ("--host", "--port", *(flag for flag in engine.plugin if flag.startswith("--")))
+    for flag in args.engine_flags:
+        if flag.partition("=")[0] in own:
+            raise Trouble(f"{flag} after --: this program sets {flag.partition('=')[0]} itself")
+    if args.vivace and shutil.which(args.vivace) is None:
+        raise Trouble(f"--vivace: {args.vivace}: there is no such program")
+
+
 def verify(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """Both sides, side by side."""
+    _check(engine, args)
     out = pathlib.Path(args.out).resolve()
     folder = out.parent
     try:
@@ -229,21 +241,25 @@ def text_of(report: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python3 -m vivace.verify", description=__doc__.partition("\n")[0])
+
+    def add(flag: str, default: Any, text: str, **options: Any) -> None:
+        made.add_argument(flag, default=default, help=f"{text} (default: %(default)s)", **options)
+
     made.add_argument("--engine", choices=sorted(ENGINES), required=True)
     made.add_argument("--model", required=True, help="a name or a folder, as the engine takes it")
-    made.add_argument("--out", default="verify.json")
-    made.add_argument("--vivace", help="the program, for its own load and report")
-    made.add_argument("--prompts", type=_flags.whole(1, 10**6), default=16, help="greedy prompts that are compared")
-    made.add_argument("--vocab", type=_flags.whole(1, 2**31 - 1), default=32000, help="prompts are token ids below this")
-    made.add_argument("--input-len", type=_flags.whole(1, 10**6), default=256)
-    made.add_argument("--output-len", type=_flags.whole(1, 10**6), default=64)
-    made.add_argument("--requests", type=_flags.whole(1, 10**6), default=64)
-    made.add_argument("--concurrency", type=_flags.whole(1, 10**5), default=16)
-    made.add_argument("--seed", type=_flags.whole(0, 2**63 - 1), default=1)
-    made.add_argument("--least-agreement", type=_flags.between(0, 1), default=0.1, metavar="SHARE",
-                      help="of the text before two greedy outputs part; near 0 when one side computes something else (default: %(default)s)")
-    made.add_argument("--patience", type=_flags.between(0, 10**6), default=900, metavar="S", help="for a server to be ready")
-    made.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="for the engine's server")
+    add("--out", "verify.json", "the report; logs and results of both sides go beside it")
+    made.add_argument("--vivace", metavar="PROGRAM", help="the program, for its own load and report")
+    add("--prompts", 16, "greedy prompts that are compared", type=_flags.whole(1, 10**6), metavar="N")
+    add("--vocab", 32000, "prompts are token ids below this", type=_flags.whole(1, 2**31 - 1), metavar="N")
+    add("--input-len", 256, "tokens of a prompt, in the comparison and under load", type=_flags.whole(1, 10**6), metavar="N")
+    add("--output-len", 64, "tokens that follow it", type=_flags.whole(1, 10**6), metavar="N")
+    add("--requests", 64, "of the load under which tokens are timed", type=_flags.whole(1, 10**6), metavar="N")
+    add("--concurrency", 16, "requests at a time", type=_flags.whole(1, 10**5), metavar="N")
+    add("--seed", 1, "of the prompts that are compared", type=_flags.whole(0, 2**63 - 1), metavar="N")
+    add("--least-agreement", 0.1, "of the text before two greedy outputs part; near 0 when one side computes something else",
+        type=_flags.between(0, 1), metavar="SHARE")
+    add("--patience", 900, "for a server to be ready", type=_flags.between(0, 10**6), metavar="S")
+    made.add_argument("engine_flags", nargs="*", metavar="-- FLAGS", help="for the engine's server on both sides")
     return made
 
 

@@ -106,6 +106,14 @@ class Verify(unittest.TestCase):
         self.assertEqual(code, 2)
         self.assertIn("out of memory", err)
 
+    def test_what_is_seen_before_an_engine_runs(self):
+        for said, *args in (("--port=5 after --: this program sets --port itself", "--", "--port=5"),
+                            ("--plugin after --: this program sets --plugin itself", "--", "--break", "--plugin"),
+                            ("--vivace: ./no-such-program: there is no such program", "--vivace", "./no-such-program")):
+            code, out, err = self.run_it(*args)
+            self.assertEqual((code, out, err), (2, "", f"vivace.verify: {said}\n"))
+        self.assertFalse(list(self.folder.glob("*.log")))
+
     def test_nothing_in_common_fails(self):
         before, verify.agreement = verify.agreement, lambda a, b: {"compared": 8, "equal": 0, "common_share": 0.01}
         self.addCleanup(setattr, verify, "agreement", before)
