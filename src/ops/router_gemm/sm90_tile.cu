@@ -6,9 +6,10 @@
 // The wall is what enters an SM: a step of 64 brings 128 (rows + T columns) bytes for 32 T rows columns / 64 cycles of the
 // tensor cores, so wide tiles, and all terms of a weight beside one copy of x.
 //
-// Tokens are the rows of a product, experts its columns. One warp copies steps of k into a ring of stages; each warp group
+// Tokens are the rows of a product, experts its columns. Two warps copy steps of k into a ring of stages; each warp group
 // multiplies 64 rows, from zero in every step, the smallest term first, and adds what it got to its sums: a tensor core
-// truncates, fp32 additions round. CTAs of a cluster share k; then each adds up and stores its share of the rows.
+// truncates, fp32 additions round. CTAs of a cluster share k; then each sends the others its sums of their share of the rows,
+// and adds up and stores its own.
 
 #include <algorithm>
 #include <type_traits>
@@ -42,69 +43,94 @@ struct Tile {
   // where no registers are left for two batches of all of them.
   static constexpr bool kTwoBatches = kTerms == 1 && kGroups == 2 && kColumns >= 96;
   static constexpr int kBatchColumns = kTwoBatches && kColumns > 128 ? kColumns / 2 : kColumns;
-  // Products and sums of a wide tile take more registers than a thread gets: a whole group copies, and gives up its own.
+  // One warp copies terms, another x, so that x need not wait for them once the kernel ahead has ended.
+  static constexpr int kLoaders = 2;
+  // Products and sums of a wide tile take more registers than a thread gets: loaders are a whole group, which gives up its own.
   static constexpr bool kMovesRegisters = kColumns > 128 || kHasTotals || kTwoBatches;
-  static constexpr int kThreads = kConsumers + (kMovesRegisters ? 128 : 32);
+  static constexpr int kThreads = kConsumers + (kMovesRegisters ? 128 : 32 * kLoaders);
   static constexpr int kXBytes = kRows * kRowBytes, kTermBytes = kColumns * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kTerms * kTermBytes;
-  // Sums of the tile, where the ring was: rows shifted against each other, so that eight of them meet all banks.
-  static constexpr int kPitch = kColumns + 8, kSumBytes = kRows * kPitch * static_cast<int>(sizeof(float));
+  // Sums of the tile, where the ring was, and behind them what the other CTAs send: as many rows from each of a cluster.
+  static constexpr int kSumRowBytes = kColumns * static_cast<int>(sizeof(float));
+  static constexpr int kSumBytes = (2 * kRows + kMostCtas - 1) * kSumRowBytes;
+  /// Where a sum is: rows are shifted against each other, so that four of them meet all banks.
+  static constexpr __device__ int place(int row, int column) {
+    return row * kColumns + (column ^ 8 * (row % 4));
+  }
   // Small tiles leave room for a second CTA, so that the next call's weights come while this one is added up.
   static constexpr int kCtasPerSm = kRows * kColumns <= 128 * 64 ? 2 : 1;
   static constexpr int kRoom = kCtasPerSm == 2 ? 110 << 10 : 224 << 10;
   static constexpr int kStages = std::min(kRoom / kStageBytes, 8);
   static constexpr int kRingBytes = std::max(kStages * kStageBytes, kSumBytes);
-  static constexpr int kSmemBytes = kRingBytes + 2 * kStages * static_cast<int>(sizeof(device::Barrier));
+  static constexpr int kSmemBytes =
+      kRingBytes + (2 * kStages + 1) * static_cast<int>(sizeof(device::Barrier));
   static_assert(kStages >= 2);
 };
 
-/// Adds up what a cluster's CTAs, at most kMost of them and more than half as many, have of a share of a tile's rows, and stores
-/// the scores: `rows` from `row0`, and experts from `column0`. `sums` are this CTA's of the first of them.
+/// Copies `bytes` from here to the shared memory of CTA `rank` of the cluster; they complete on a barrier there. `to` and `barrier`
+/// are the addresses here that correspond to those there. `bytes` a multiple of 16, like the addresses.
+__device__ __forceinline__ void send(void* to, const void* from, uint32_t bytes, device::Barrier* barrier,
+                                     uint32_t rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          device::address_in_cta(to, rank)),
+      "r"(device::shared_address(from)), "r"(bytes), "r"(device::address_in_cta(barrier, rank))
+      : "memory");
+}
+
+/// Adds up what a cluster's CTAs, at most kMost of them and more than half as many, have of the rows that this one stores, and
+/// stores the scores: `rows` of the tile from `first_row`. `tile` are the sums of this CTA, `rank`; `parts` those of the others, each
+/// rows_of_cta rows behind the one before. `wait` returns when they are there. The tile begins at token row0 and expert column0.
 template <int kTerms, class T, int kMost>
-__device__ __forceinline__ void store_rows(const Params& p, const float* sums, int ctas, int64_t row0,
-                                           int rows, int64_t column0) {
-  constexpr int kVectors = T::kColumns / 4;
-  constexpr int kAtOnce = T::kCtasPerSm == 2 ? 1 : 4;  // loads of a thread, other CTAs are far
-  const float* parts[kMost];
+__device__ __forceinline__ void store_rows(const Params& p, const float* tile, const float* parts, int rank,
+                                           int ctas, int rows_of_cta, int first_row, int rows, int64_t row0,
+                                           int64_t column0, const auto& wait) {
+  // A thread has the same four columns of each of its rows, shifted alike.
+  constexpr int kThreadsOfRow = T::kColumns / 4, kRowsAtOnce = T::kConsumers / kThreadsOfRow / 4 * 4;
+  const int first = threadIdx.x / kThreadsOfRow, column = threadIdx.x % kThreadsOfRow * 4;
+  const int64_t token = row0 + first_row + first, expert = column0 + column;
+  const int end = first < kRowsAtOnce && expert < p.experts ? rows : 0;
+  const float* of_cta[kMost];
 #pragma unroll
-  for (int other = 0; other < kMost; ++other) parts[other] = kMost == 1 ? sums : device::in_cta(sums, other);
-  const int columns = static_cast<int>(min(p.experts - column0, int64_t{T::kColumns}));
-  const bool in_fours = p.scores_type == DType::f32 && columns % 4 == 0 &&
-                        (reinterpret_cast<uintptr_t>(p.scores) | 4 * p.scores_stride | 4 * column0) % 16 == 0;
-  auto* const to = static_cast<float*>(p.scores) + row0 * p.scores_stride + column0;
-  const int vectors = rows * kVectors;
-  for (int i0 = threadIdx.x; i0 < vectors; i0 += kAtOnce * T::kConsumers) {
-    Sums<4> part[kAtOnce][kMost] = {};
+  for (int other = 0; other < kMost; ++other) {
+    of_cta[other] = (kMost == 1 || other == rank ? tile : parts) +
+                    (other - rank) * rows_of_cta * T::kColumns + T::place(first_row + first, column);
+  }
+  const bool in_fours = p.scores_type == DType::f32 && expert + 4 <= p.experts &&
+                        (reinterpret_cast<uintptr_t>(p.scores) | 4 * p.scores_stride) % 16 == 0;
+  Sums<4> bias = {};
+  if (in_fours && p.bias != nullptr) {
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = i0 + j * T::kConsumers, row = i / kVectors, column = i % kVectors * 4;
+    for (int c = 0; c < 4; ++c) bias.v[c] = p.bias[expert + c];
+  }
+  wait();
+  const auto add_and = [&](auto store) {
+#pragma unroll 1  // code that runs once takes longer to fetch than to run
+    for (int row = first; row < end; row += kRowsAtOnce) {
+      Sums<4> part[kMost] = {};
 #pragma unroll
       for (int other = 0; other < kMost; ++other) {
-        // Each is used below, and has arrived by then: a CTA whose sums are still on the way must not end.
-        if (i < vectors && column < columns && (other <= kMost / 2 || other < ctas))
-          part[j][other] = *reinterpret_cast<const Sums<4>*>(parts[other] + row * T::kPitch + column);
+        if (other <= kMost / 2 || other < ctas)
+          part[other] = *reinterpret_cast<const Sums<4>*>(of_cta[other] + (row - first) * T::kColumns);
       }
+      add_in_pairs<kTerms>(part);
+      store(part[0], row - first);
     }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = i0 + j * T::kConsumers, row = i / kVectors, column = i % kVectors * 4;
-      if (i >= vectors || column >= columns) continue;
-      add_in_pairs<kTerms>(part[j]);
-      Sums<4>& scores = part[j][0];
-      if (in_fours) {
-        if (p.bias != nullptr) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) scores.v[c] += p.bias[column0 + column + c];
-        }
-        // Said so, since a plain store is taken apart.
-        __stcg(reinterpret_cast<float4*>(to + row * p.scores_stride + column),
-               make_float4(scores.v[0], scores.v[1], scores.v[2], scores.v[3]));
-        continue;
-      }
+  };
+  if (in_fours) {
+    auto* to = static_cast<float*>(p.scores) + token * p.scores_stride + expert;
+    add_and([&](Sums<4>& scores, int) {
+      if (p.bias != nullptr) scores += bias;
+      // Said so, since a plain store is taken apart.
+      __stcg(reinterpret_cast<float4*>(to), make_float4(scores.v[0], scores.v[1], scores.v[2], scores.v[3]));
+      to += kRowsAtOnce * p.scores_stride;
+    });
+  } else {
+    add_and([&](const Sums<4>& scores, int row) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (column + c < columns) store_score(p, row0 + row, column0 + column + c, scores.v[c]);
-    }
+        if (expert + c < p.experts) store_score(p, token + row, expert + c, scores.v[c]);
+    });
   }
 }
 
@@ -118,59 +144,53 @@ __global__ __launch_bounds__(
   extern __shared__ __align__(1024) uint8_t smem[];
   auto* const full = reinterpret_cast<device::Barrier*>(smem + T::kRingBytes);
   auto* const empty = full + T::kStages;
+  auto* const parts_here = empty + T::kStages;  // what the other CTAs send
   const int rank = blockIdx.x, ctas = gridDim.x;
   const int64_t column0 = int64_t{blockIdx.y} * kColumns, row0 = int64_t{blockIdx.z} * T::kRows;
   const int steps = static_cast<int>(steps_of(p.hidden)), first = first_step(steps, rank, ctas);
   const int count = first_step(steps, rank + 1, ctas) - first;
+  const int rows = static_cast<int>(min(p.tokens - row0, int64_t{T::kRows}));
+  const int first_row = rank * rows_of_cta, own_rows = max(min(rows - first_row, rows_of_cta), 0);
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < T::kStages; ++i) {
       device::init_barrier(full + i, 1);
       device::init_barrier(empty + i, 4 * kGroups);  // a warp each
     }
+    device::init_barrier(parts_here, 1);
     device::publish_barriers();
+    device::arrive_and_expect(parts_here, (ctas - 1) * own_rows * T::kSumRowBytes);
   }
   __syncthreads();
 
   if (threadIdx.x >= T::kConsumers) {
     if constexpr (T::kMovesRegisters) device::give_up_registers<40>();
-    const int lane = threadIdx.x - T::kConsumers;
-    if (lane >= 32) {
-      if (ctas > 1) device::cluster_arrive_without_fence();
-      return;
-    }
-    const auto load_terms = [&](int step, int stage) {
-      device::arrive_and_expect(full + stage, T::kStageBytes);
-      uint8_t* to = smem + stage * T::kStageBytes + T::kXBytes;
-#pragma unroll
-      for (int t = 0; t < kTerms; ++t) {
-        device::tensor_load(to + t * T::kTermBytes, &maps.terms[t], full + stage, (first + step) * kRowBytes,
-                            static_cast<int>(column0), 0, 0, 0);
-      }
-    };
-    const auto load_x = [&](int step, int stage) {
-      device::tensor_load(smem + stage * T::kStageBytes, &maps.x, full + stage, (first + step) * kRowBytes,
-                          static_cast<int>(row0), 0, 0, 0);
-    };
-    const int ahead = min(count, T::kStages);
-    if (!p.weight_ready) device::wait_for_previous_kernel();
-    if (lane == 0) {
-      device::prefetch_tensor_map(&maps.x);
-      for (int step = 0; step < ahead; ++step) load_terms(step, step);
-    }
-    __syncwarp();
-    device::wait_for_previous_kernel();
-    if (lane == 0) {
-      for (int step = 0; step < ahead; ++step) load_x(step, step);
-      device::RingPosition<T::kStages> at;
-      for (int step = ahead; step < count; ++step, at.next()) {
+    const int warp = (threadIdx.x - T::kConsumers) / 32;
+    const auto load = [&] {
+      if (warp == 1) device::prefetch_tensor_map(&maps.x);
+      if (warp == 1 || !p.weight_ready) device::wait_for_previous_kernel();
+      device::RingPosition<T::kStages> at{.parity = 1};
+      for (int step = 0; step < count; ++step, at.next()) {
         device::wait_for(empty + at.stage, at.parity);
-        load_terms(step, at.stage);
-        load_x(step, at.stage);
+        uint8_t* const to = smem + at.stage * T::kStageBytes;
+        const int k0 = (first + step) * kRowBytes;
+        if (warp == 1) {
+          device::tensor_load(to, &maps.x, full + at.stage, k0, static_cast<int>(row0), 0, 0, 0);
+          continue;
+        }
+        device::arrive_and_expect(full + at.stage, T::kStageBytes);
+#pragma unroll
+        for (int t = 0; t < kTerms; ++t) {
+          device::tensor_load(to + T::kXBytes + t * T::kTermBytes, &maps.terms[t], full + at.stage, k0,
+                              static_cast<int>(column0), 0, 0, 0);
+        }
       }
+    };
+    if (warp < T::kLoaders) {
+      if (threadIdx.x % 32 == 0) load();
+      __syncwarp();
+      device::let_next_kernel_start();
     }
-    __syncwarp();
-    device::let_next_kernel_start();
     if (ctas > 1) device::cluster_arrive_without_fence();
     return;
   }
@@ -277,27 +297,43 @@ __global__ __launch_bounds__(
   }
   device::wait_for_previous_kernel();  // it may write the bias, and read the scores
   device::let_next_kernel_start();
-  device::named_barrier(kAll, T::kConsumers);  // nobody reads the ring any more
-  float* const tile = reinterpret_cast<float*>(smem);
-  float* to = tile + (16 * warp + lane / 4) * T::kPitch + lane % 4 * 2;
+  if (ctas > 1) device::cluster_arrive_without_fence();  // the others may write where the ring was
+  device::named_barrier(kAll, T::kConsumers);            // and so may this CTA
+  auto* const tile = reinterpret_cast<float*>(smem);
+  float* const parts = tile + T::kRows * kColumns;
+  float* to[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = tile + T::place(16 * warp + lane / 4, 8 * i + lane % 4 * 2);
 #pragma unroll
   for (int i = 0; i < kColumns / 8; ++i) {
-    *reinterpret_cast<float2*>(to + 8 * i) = make_float2(sums[4 * i], sums[4 * i + 1]);
-    *reinterpret_cast<float2*>(to + 8 * i + 8 * T::kPitch) = make_float2(sums[4 * i + 2], sums[4 * i + 3]);
+    float* const at = to[i % 4] + i / 4 * 32;
+    *reinterpret_cast<float2*>(at) = make_float2(sums[4 * i], sums[4 * i + 1]);
+    *reinterpret_cast<float2*>(at + 8 * kColumns) = make_float2(sums[4 * i + 2], sums[4 * i + 3]);
   }
   if (ctas > 1) {
-    device::cluster_barrier();
-  } else {
-    device::named_barrier(kAll, T::kConsumers);
+    device::publish_to_async_proxy();
+    __syncwarp();
+    device::cluster_wait();
+    // A warp sends its rows to the CTAs that store them, a lane for each.
+    const int begin = max(16 * warp, lane * rows_of_cta);
+    const int end = min(min(16 * warp + 16, (lane + 1) * rows_of_cta), rows);
+    if (lane < ctas && lane != rank && begin < end) {
+      send(parts + ((rank - lane) * rows_of_cta + begin) * kColumns, tile + begin * kColumns,
+           (end - begin) * T::kSumRowBytes, parts_here, lane);
+    }
+    __syncwarp();
   }
-
-  // This CTA's share of the rows, from all CTAs of the cluster.
-  const int first_row = rank * rows_of_cta;
-  const int rows =
-      static_cast<int>(min(int64_t{min(first_row + rows_of_cta, T::kRows)}, p.tokens - row0)) - first_row;
+  const auto wait = [&] {
+    __syncwarp();  // both barriers want whole warps
+    device::named_barrier(kAll, T::kConsumers);
+    if (ctas > 1) {
+      device::wait_for_cluster_writes(parts_here, 0);
+      device::cluster_arrive_without_fence();
+    }
+  };
   const auto store = [&](auto most) {
-    store_rows<kTerms, T, decltype(most)::value>(p, tile + first_row * T::kPitch, ctas, row0 + first_row,
-                                                 rows, column0);
+    store_rows<kTerms, T, decltype(most)::value>(p, tile, parts, rank, ctas, rows_of_cta, first_row, own_rows,
+                                                 row0, column0, wait);
   };
   if (ctas == 1) {
     store(std::integral_constant<int, 1>());
@@ -308,11 +344,8 @@ __global__ __launch_bounds__(
   } else {
     store(std::integral_constant<int, kMostCtas>());
   }
-  __syncwarp();    // a cluster's barrier wants whole warps
-  if (ctas > 1) {  // nobody reads this CTA's sums any more
-    device::cluster_arrive_without_fence();
-    device::cluster_wait();
-  }
+  __syncwarp();
+  if (ctas > 1) device::cluster_wait();  // what this CTA sent has arrived
 }
 
 /// Rows of k-major elements as the products read them: boxes of a step's 128 bytes.
