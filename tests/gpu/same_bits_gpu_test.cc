@@ -420,7 +420,7 @@ TEST(SameBits, AttentionDecodeOfBatchesThatTakeTurns) {
         const Bound bound = attention_bounds(want.args.attention, Device::cuda).output;
         EXPECT_TRUE(close(p.args.attention.output, want.args.attention.output, bound));
         if (stream.compute_capability == 90) {
-          EXPECT_EQ(attention_decode_explain(p.args, stream).row, "sm90.warps");
+          EXPECT_TRUE(attention_decode_explain(p.args, stream).row.starts_with("sm90."));
         }
       }
       ASSERT_EQ(std::memcmp(bits, first[turn % 2].data(), first[turn % 2].size()), 0) << "turn " << turn;

@@ -834,20 +834,26 @@ TEST(AttentionDecode, AGoodCallVouchesForNoOtherWithoutAGpu) {
 #endif
 
 #if VIVACE_CUDA
-/// The cases that are there for the Hopper row are none that it leaves to another.
-TEST(AttentionDecode, TheHopperRowTakesItsCases) {
+/// The cases that are there for the Hopper rows are none that they leave to another.
+TEST(AttentionDecode, TheHopperRowsTakeTheirCases) {
   const Stream hopper{.device = Device::cuda, .compute_capability = 90};
-  int cases = 0;
+  int cases = 0, few_cases = 0;
   for (const AttentionDecodeCase& c : attention_decode_cases(CaseSize::test)) {
     if (!c.sm90) continue;
-    ++cases;
     const AttentionDecodeProblem p(c, 1);
-    EXPECT_EQ(attention_decode_explain(p.args, hopper).row, "sm90.warps") << c.name;
+    const Tensor& k = p.args.attention.k;
+    const bool few = p.args.attention.page_table.shape[0] * k.shape[2] <= 16 && unit_rows(p.args) <= 8 &&
+                     k.shape[3] <= 128;
+    ++cases;
+    few_cases += few ? 1 : 0;
+    EXPECT_EQ(attention_decode_explain(p.args, hopper).row, few ? "sm90.few" : "sm90.warps") << c.name;
     AttentionDecodeArgs moved = p.args;  // it reads 16 bytes of a schedule at once
     moved.schedule.data = moved.schedule.as<int32_t>() + 1;
     EXPECT_EQ(attention_decode_explain(moved, hopper).row, "cuda.mma") << c.name;
   }
   EXPECT_GE(cases, 14);
+  EXPECT_GE(few_cases, 4);
+  EXPECT_GE(cases - few_cases, 4);
 }
 
 /// Any smaller call fits what the largest asked for, whichever row of a GPU takes either.

@@ -40,6 +40,7 @@ Facts attention_decode_facts(const AttentionDecodeArgs& args) {
   facts.add("max_query_tokens", args.max_query_tokens)
       .add("unit_rows", rows)
       .add("unit_values", rows * a.q.shape[2])
+      .add("units", a.page_table.shape[0] * a.k.shape[2])
       .add("pages", a.k.shape[0])
       .add("tile_tokens", args.params.tile_tokens)
       .add("tile_remainder", args.params.tile_tokens % box_keys)

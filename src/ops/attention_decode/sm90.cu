@@ -23,6 +23,7 @@ struct Sizes {
   RowsPlan plan;
   int64_t clusters;
   int64_t parked_bytes, partial_bytes, end_bytes;
+  int64_t piece_bytes, piece_end_bytes;  ///< of sm90.few
 
   explicit Sizes(const AttentionDecodeArgs& args)
       : plan(rows_plan(unit_rows(args), args.attention.k.shape[3])) {
@@ -30,7 +31,9 @@ struct Sizes {
     const int64_t workers = clusters * kClusterCtas * workers_per_cta(plan);
     set_bytes(workers, clusters, plan.rows(), args.attention.q.shape[2]);
   }
-  int64_t bytes() const { return parked_bytes + partial_bytes + end_bytes; }
+  int64_t bytes() const {
+    return std::max(parked_bytes + partial_bytes + end_bytes, piece_bytes + piece_end_bytes);
+  }
 
   /// No call with as many workers and at most these rows and this width has more.
   static int64_t most_bytes(const AttentionDecodeArgs& args) {
@@ -49,6 +52,9 @@ struct Sizes {
     parked_bytes = whole_lines(workers * rows * head_dim * kFloat);
     partial_bytes = whole_lines(2 * most_clusters * rows * head_dim * kFloat);
     end_bytes = whole_lines(2 * most_clusters * rows * static_cast<int64_t>(sizeof(float2)));
+    const int64_t few_rows = 2 * workers * std::min<int64_t>(rows, 8);
+    piece_bytes = whole_lines(few_rows * head_dim * kFloat);
+    piece_end_bytes = whole_lines(few_rows * static_cast<int64_t>(sizeof(float2)));
   }
 };
 
@@ -64,7 +70,9 @@ int64_t attention_decode_gpu_workspace(const AttentionDecodeArgs& args, const St
   return std::max(mma, attention_decode_sm90_workspace(args));
 }
 
-Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stream) {
+namespace {
+
+Status run(const AttentionDecodeArgs& args, bool few, const Stream& stream) {
   const Sizes sizes(args);
   const AttentionArgs& a = args.attention;
   const int64_t row_bytes = a.k.shape[3] * info_of(a.k.dtype).block_bytes, page = a.k.shape[1];
@@ -79,6 +87,8 @@ Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stre
   p.parked = reinterpret_cast<float*>(scratch);
   p.partials = reinterpret_cast<float*>(scratch + sizes.parked_bytes);
   p.partial_ends = reinterpret_cast<float2*>(scratch + sizes.parked_bytes + sizes.partial_bytes);
+  p.pieces = reinterpret_cast<float*>(scratch);
+  p.piece_ends = reinterpret_cast<float2*>(scratch + sizes.piece_bytes);
   p.workers = static_cast<int>(args.params.workers);
   p.clusters = static_cast<int>(sizes.clusters);
   p.rows = static_cast<int>(unit_rows(args));
@@ -91,8 +101,18 @@ Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stre
   p.old_keys_ready = args.old_keys_ready;
   Status status;
   device::with_type<bf16, fp8>(a.k.dtype,
-                               [&](auto raw) { status = launch_decode<decltype(raw)>(p, stream); });
+                               [&](auto raw) { status = launch_decode<decltype(raw)>(p, few, stream); });
   return status;
+}
+
+}  // namespace
+
+Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stream) {
+  return run(args, false, stream);
+}
+
+Status attention_decode_sm90_few(const AttentionDecodeArgs& args, const Stream& stream) {
+  return run(args, true, stream);
 }
 
 }  // namespace vivace

@@ -1,14 +1,15 @@
 #pragma once
 
-// The kernel of the sm90.* rows: decode attention that keeps the memory of a Hopper GPU busy.
+// The kernels of the sm90.* rows: decode attention that keeps the memory of a Hopper GPU busy.
 //
 // A worker of the schedule is a warp, or a team of 2 or 4 that look at the same keys for other query rows. It streams its run
 // of keys through a ring of its own: boxes of K and of V, 8 KB each (4 KB of fp8 heads of 64), that the copy engine brings
 // page by page. Nobody else touches the ring, so nothing waits for anything but its own boxes until a worker is done. Then the
 // pieces of requests that were cut are put together in two rounds, each in the order of their keys: workers of a cluster of two
-// CTAs, clusters of the grid. What one worker finishes goes to the output at once.
+// CTAs, clusters of the grid; with sm90.few by another kernel. What one worker finishes goes to the output at once.
 
 #include "src/device/launch.h"
+#include "src/ops/attention_decode/sm90_add_up.cuh"
 #include "src/ops/attention_decode/sm90_feed.cuh"
 #include "src/ops/attention_decode/sm90_merge.cuh"
 #include "src/ops/attention_decode/sm90_products.cuh"
@@ -28,9 +29,11 @@ class Worker {
         row0_(member_ * T::kRowsPerWarp),
         list_(p, starts, static_cast<int>(blockIdx.x) % kClusterCtas * (T::kWarps >> p.team_log2) + local_,
               shared.segments[local_]),
-        feed_(p, shared.segments[local_], ring(), shared.full[local_ * team_], T::kSlots * team_) {}
+        feed_(p, shared.segments[local_], ring(), shared.full[local_ * team_], T::kSlots * team_),
+        all_busy_(2 * starts.busy_workers > p.workers) {}
 
-  /// Pieces but the last go to `merge`; `open` becomes that, if the last segment is one.
+  /// Pieces but the last go to `merge`; `open` becomes that, if the last segment is one. kFew: all are left in the workspace.
+  template <bool kFew>
   __device__ __forceinline__ void run(Merge<T>& merge, OpenPiece<T>& open) {
     const int slots = T::kSlots * team_;
     Barrier* full = shared_.full[local_ * team_];
@@ -45,6 +48,7 @@ class Worker {
         if (i > 0) see_until(i + kHalf, min(list_.count(), i + kSegments));
 #pragma unroll 1
         do {
+          if (kFew && early && all_busy_) feed_.fill_in_turns();
           if (member_ == 0) feed_.top_up(consumed, early);
           if (!early) break;
           if (list_.count() > 0) prefetch_queries(list_[0]);
@@ -102,6 +106,8 @@ class Worker {
       sums.total_weights();
       if (segment.begins && segment.ends) {
         finish(segment, sums);
+      } else if constexpr (kFew) {
+        leave(segment, sums);
       } else {
         open.which = segment.begins ? 1 : 0;
         Sums<T>::for_each_row([&](int b, int c) { open.places[b][c] = place_of(segment, b, c); });
@@ -231,6 +237,20 @@ class Worker {
       }
     }
   }
+  /// Rows that others have a part of, for a kernel that adds up.
+  __device__ __forceinline__ void leave(const Segment& segment, const Sums<T>& sums) const {
+    const int q = static_cast<int>(threadIdx.x) % 32 / 4,
+              first = static_cast<int>(blockIdx.x) * (T::kWarps >> p_.team_log2);
+    const int64_t piece = int64_t{2 * (first + local_) + (segment.begins ? 1 : 0)} * T::kRowsPerWarp;
+    Sums<T>::for_each_row([&](int b, int c) {
+      const int r = row_of(b, c);
+      if (token_of(b, c) >= segment.rows) return;
+      float4* values = reinterpret_cast<float4*>(p_.pieces + (piece + r) * T::kHead);
+#pragma unroll
+      for (int k = 0; k < Sums<T>::kChunks; ++k) values[8 * k + q] = sums.chunk(b, c, k);
+      if (q == 0) p_.piece_ends[piece + r] = {sums.maximum[b][c], sums.weight[b][c]};
+    });
+  }
   /// Where row (b, c) of a segment goes.
   __device__ __forceinline__ RowPlace place_of(const Segment& segment, int b, int c) const {
     const int r = row_of(b, c), token = token_of_row(p_, r), row = segment.row_begin + token;
@@ -244,10 +264,11 @@ class Worker {
   const int team_, member_, local_, row0_;
   WorkList<T> list_;
   Feed<T> feed_;
+  const bool all_busy_;  ///< or most of the workers
 };
 
 /// Barriers, and what is copied for the merge.
-template <class T>
+template <class T, bool kFew>
 __device__ __forceinline__ void prepare(const Sm90Params& p, Shared<T>& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (lane == 0) {
@@ -255,16 +276,15 @@ __device__ __forceinline__ void prepare(const Sm90Params& p, Shared<T>& shared) 
     device::init_barrier(&shared.arrived[warp], T::kWarps);
     device::publish_barriers();
   }
-  if (warp != 1) return;
+  if (kFew || warp != 1) return;
   for (int i = lane; i <= p.clusters; i += 32)
     device::copy_16_async(&shared.cluster_starts[i],
                           Starts::list(p) + min(i * workers_per_cluster(p), p.workers));
   device::commit_copies();
 }
 
-template <class T>
-__global__ __launch_bounds__(T::kThreads, kCtasPerSm) void attention_decode_sm90_kernel(
-    const __grid_constant__ Sm90Params p) {
+template <class T, bool kFew>
+__device__ __forceinline__ void attend(const Sm90Params& p) {
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   if (threadIdx.x == 0) {
@@ -276,12 +296,23 @@ __global__ __launch_bounds__(T::kThreads, kCtasPerSm) void attention_decode_sm90
     device::wait_for_previous_kernel();
     device::let_next_kernel_start();
   }
-  const Starts starts(p, workers_per_cluster(p), T::kBoxKeys);
-  prepare(p, shared);
+  const Starts starts(p, static_cast<int>(blockIdx.x) / kClusterCtas, T::kBoxKeys);
+  prepare<T, kFew>(p, shared);
   Merge<T> merge(p, shared, starts);
   OpenPiece<T> open;
-  Worker<T>(p, shared, starts).run(merge, open);
-  merge.run(open);
+  Worker<T>(p, shared, starts).template run<kFew>(merge, open);
+  if constexpr (!kFew) merge.run(open);
+}
+
+template <class T>
+__global__ __launch_bounds__(T::kThreads, kCtasPerSm) void attention_decode_sm90_kernel(
+    const __grid_constant__ Sm90Params p) {
+  attend<T, false>(p);
+}
+template <class T>
+__global__ __maxnreg__(T::kFewRegisters) void attention_decode_sm90_few_kernel(
+    const __grid_constant__ Sm90Params p) {
+  attend<T, true>(p);
 }
 
 template <class T>
@@ -295,9 +326,30 @@ Status launch_shape(const Sm90Params& p, const Stream& stream) {
   return launch("attention_decode", attention_decode_sm90_kernel<T>, shape, stream, p);
 }
 
-/// K and V of type Raw.
+/// The same walk without clusters, and a second kernel that lies beside it.
+template <class T>
+Status launch_few(const Sm90Params& p, const Stream& stream) {
+  static_assert(kCtasPerSm * T::kThreads * T::kFewRegisters + AddUp<T>::kThreads * T::kAddUpRegisters <=
+                64 << 10);
+  static_assert(kCtasPerSm * (sizeof(Shared<T>) + 1024) + sizeof(typename AddUp<T>::Shared) + 1024 <=
+                228 << 10);
+  const LaunchShape walk{.grid = dim3(static_cast<unsigned>(p.clusters * kClusterCtas)),
+                         .block = dim3(T::kThreads),
+                         .smem_bytes = sizeof(Shared<T>),
+                         .overlap_previous = true};
+  VIVACE_TRY(launch("attention_decode", attention_decode_sm90_few_kernel<T>, walk, stream, p));
+  const LaunchShape add_up{.grid = dim3(static_cast<unsigned>(p.clusters)),
+                           .block = dim3(AddUp<T>::kThreads),
+                           .overlap_previous = true};
+  return launch("attention_decode add up", attention_decode_sm90_add_up_kernel<T>, add_up, stream, p);
+}
+
+/// K and V of type Raw. `few`: a warp has all rows of a unit, of heads up to 128.
 template <class Raw>
-Status launch_decode(const Sm90Params& p, const Stream& stream) {
+Status launch_decode(const Sm90Params& p, bool few, const Stream& stream) {
+  if (few)
+    return p.attention.head_dim == 64 ? launch_few<Shape<Raw, 64, 1>>(p, stream)
+                                      : launch_few<Shape<Raw, 128, 1>>(p, stream);
   const bool wide = rows_plan(p.rows, p.attention.head_dim).blocks == 2;
   switch (p.attention.head_dim) {
     case 64:
@@ -309,7 +361,7 @@ Status launch_decode(const Sm90Params& p, const Stream& stream) {
   }
 }
 
-extern template Status launch_decode<bf16>(const Sm90Params&, const Stream&);
-extern template Status launch_decode<fp8>(const Sm90Params&, const Stream&);
+extern template Status launch_decode<bf16>(const Sm90Params&, bool, const Stream&);
+extern template Status launch_decode<fp8>(const Sm90Params&, bool, const Stream&);
 
 }  // namespace vivace::attention_sm90

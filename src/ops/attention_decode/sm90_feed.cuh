@@ -7,18 +7,20 @@
 
 namespace vivace::attention_sm90 {
 
-/// What the schedule says about the workers of a cluster: lane i has the start of worker i, and that behind the last. Of a schedule
-/// for other shapes nothing is done. By a warp; all it asks for is under way together.
+/// What the schedule says about the workers of cluster `cluster`: lane i has the start of worker i, and that behind the last. Of a
+/// schedule for other shapes nothing is done. By a warp; all it asks for is under way together.
 struct Starts {
   ScheduleView::Start of_lane;
+  int busy_workers;
 
-  __device__ __forceinline__ Starts(const Sm90Params& p, int members, int box_keys) {
+  __device__ __forceinline__ Starts(const Sm90Params& p, int cluster, int box_keys) {
     using namespace schedule_map;
     static_assert(kRequests == 0 && kHeadsKv == 1 && kTileTokens == 2 && kWorkers == 3);
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int worker = static_cast<int>(blockIdx.x) / kClusterCtas * members + min(lane, members);
+    const int lane = static_cast<int>(threadIdx.x) % 32, members = workers_per_cluster(p);
+    const int worker = cluster * members + min(lane, members);
     const int4 shapes = *reinterpret_cast<const int4*>(p.schedule);
     of_lane = list(p)[min(worker, p.workers)];
+    busy_workers = p.schedule[kActive];
     if (shapes.x != p.attention.requests || shapes.y != p.attention.heads_kv ||
         shapes.z != p.boxes_per_tile * box_keys || shapes.w != p.workers)
       of_lane = {p.attention.requests, 0, 0, 0};
@@ -127,6 +129,14 @@ class Feed {
       if (++slot_ == slots_) slot_ = 0;
     }
   }
+  /// The same before the kernels ahead have ended, a box at a time: who then asks for memory does not wait behind a ring of every warp.
+  __device__ __forceinline__ void fill_in_turns() {
+    for (int boxes = 1; boxes < slots_; ++boxes) {
+      top_up(boxes - slots_, true);
+      if (issued_ < boxes) return;
+      device::wait_for(full_ + boxes - 1, 0);
+    }
+  }
 
  private:
   /// To the next batch: boxes of one segment whose page ids the lanes hold, one copy each. Those of the batch behind it begin to
@@ -168,7 +178,9 @@ class Feed {
     next_box_ = next_end_ = -1;
   }
 
-  __device__ __forceinline__ int copies_log2() const { return __popc(T::kBoxKeys - 1) - p_.copy_log2; }
+  __device__ __forceinline__ int copies_log2() const {
+    return __popc(T::kBoxKeys - 1) - p_.copy_log2;
+  }
 
   /// A box is one copy, or one per page and panel of 128 bytes where pages are smaller.
   __device__ __forceinline__ void copy(const CUtensorMap& map) {

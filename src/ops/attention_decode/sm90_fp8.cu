@@ -2,6 +2,6 @@
 
 namespace vivace::attention_sm90 {
 
-template Status launch_decode<fp8>(const Sm90Params&, const Stream&);
+template Status launch_decode<fp8>(const Sm90Params&, bool, const Stream&);
 
 }  // namespace vivace::attention_sm90

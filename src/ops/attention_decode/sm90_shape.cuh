@@ -39,6 +39,8 @@ struct Shape {
   static constexpr int kPitch = piece_pitch(kHead);
   static_assert(2 * kRowsPerWarp * kPitch * 4 <= kSlots * kBoxBytes,
                 "a ring holds its share of the rows of two pieces a worker");
+  /// sm90.few: registers of a thread of the walk, and of the kernel that adds up, a CTA of which has room beside two of the walk.
+  static constexpr int kFewRegisters = 176, kAddUpRegisters = 80;
 
   /// Byte of 16-byte chunk `chunk` of key `key` in a box, as the copy engine permutes it: panels of at most 128 bytes.
   __device__ static int place(int key, int chunk) {
@@ -54,6 +56,9 @@ struct Sm90Params {
   float* parked;    ///< [workers][rows][head]: pieces that end before their worker does
   float* partials;  ///< [2 clusters][rows][head]: what a cluster leaves open at its beginning and at its end
   float2* partial_ends;  ///< [2 clusters][rows]: maximum, weight
+  /// sm90.few: what workers leave of units that are cut, by slots of the schedule.
+  float* pieces;       ///< [2 workers][rows][head]
+  float2* piece_ends;  ///< [2 workers][rows]: maximum, weight
   int workers, clusters;
   int rows;  ///< of a unit: max_query_tokens * group
   int max_query_tokens;

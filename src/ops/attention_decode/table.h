@@ -25,35 +25,46 @@ int64_t attention_decode_cuda_workspace(const AttentionDecodeArgs& args);
 int64_t attention_decode_gpu_workspace(const AttentionDecodeArgs& args, const Stream& stream);
 
 Status attention_decode_sm90(const AttentionDecodeArgs& args, const Stream& stream);
+Status attention_decode_sm90_few(const AttentionDecodeArgs& args, const Stream& stream);
 int64_t attention_decode_sm90_workspace(const AttentionDecodeArgs& args);
 
 Facts attention_decode_facts(const AttentionDecodeArgs& args);
 
 /// A box of keys is what sm90.warps takes at a time: it is whole in a tile, and a page is whole in it or it in a page. Its cuts are not
 /// those of attention_prefill, so pieces, which promise its bits, are left to cuda.mma.
-inline constexpr Need kSm90DecodeNeeds[] = {{"head_dim", Need::power_of_two, 0},
-                                            {"head_dim", Need::at_least, 64},
-                                            {"head_dim", Need::at_most, 256},
-                                            {"unit_rows", Need::at_most, attention_sm90::kMostRows},
-                                            {"unit_values", Need::at_most, attention_sm90::kMostRows * 128},
-                                            {"q", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
-                                            {"kv", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
-                                            {"page_tokens", Need::power_of_two, 0},
-                                            {"page_tokens", Need::at_least, 16},
-                                            {"page_tokens", Need::at_most, 256},
-                                            {"pages", Need::at_least, 1},
-                                            {"tile_remainder", Need::equals, 0},
-                                            {"piece_tiles", Need::equals, 0},
-                                            {"ctas", Need::at_most, attention_sm90::kMaxCtas},
-                                            {"k_alignment", Need::multiple_of, 16},
-                                            {"v_alignment", Need::multiple_of, 16},
-                                            {"q_alignment", Need::multiple_of, 4},
-                                            {"output_alignment", Need::multiple_of, 4},
-                                            {"schedule_alignment", Need::multiple_of, 16},
-                                            {"compute_capability", Need::equals, 90}};
+///
+/// Of few units each is cut for many workers, and a second kernel adds up their pieces sooner than clusters do it in rounds.
+inline constexpr Need kSm90FewNeeds[] = {{"units", Need::at_most, attention_sm90::kFewUnits},
+                                         {"unit_rows", Need::at_most, 8},
+                                         {"head_dim", Need::at_most, 128},
+                                         {"head_dim", Need::power_of_two, 0},
+                                         {"head_dim", Need::at_least, 64},
+                                         {"head_dim", Need::at_most, 256},
+                                         {"unit_rows", Need::at_most, attention_sm90::kMostRows},
+                                         {"unit_values", Need::at_most, attention_sm90::kMostRows * 128},
+                                         {"q", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+                                         {"kv", Need::dtype_in, dtypes_mask(DType::bf16, DType::fp8_e4m3)},
+                                         {"page_tokens", Need::power_of_two, 0},
+                                         {"page_tokens", Need::at_least, 16},
+                                         {"page_tokens", Need::at_most, 256},
+                                         {"pages", Need::at_least, 1},
+                                         {"tile_remainder", Need::equals, 0},
+                                         {"piece_tiles", Need::equals, 0},
+                                         {"ctas", Need::at_most, attention_sm90::kMaxCtas},
+                                         {"k_alignment", Need::multiple_of, 16},
+                                         {"v_alignment", Need::multiple_of, 16},
+                                         {"q_alignment", Need::multiple_of, 4},
+                                         {"output_alignment", Need::multiple_of, 4},
+                                         {"schedule_alignment", Need::multiple_of, 16},
+                                         {"compute_capability", Need::equals, 90}};
+
+inline constexpr std::span kSm90DecodeNeeds = std::span(kSm90FewNeeds).subspan(3);
 
 inline constexpr Row<AttentionDecodeArgs> kAttentionDecodeRows[] = {
 #if VIVACE_CUDA
+    {"sm90.few", Device::cuda, kSm90FewNeeds, attention_decode_sm90_few,
+     "each warp streams its run of keys; a second kernel beside it adds up requests that were cut",
+     attention_decode_gpu_workspace},
     {"sm90.warps", Device::cuda, kSm90DecodeNeeds, attention_decode_sm90,
      "each warp streams its run of keys through a ring of its own; cut requests are merged in clusters",
      attention_decode_gpu_workspace},
