@@ -52,7 +52,7 @@ struct DecodeScheduleArgs {
 ///                                      last record holds the sums
 ///          "groups before" counts the partial slots of requests before this one, all heads: a request of
 ///          more than one group has groups * heads_kv of them, others none. It is 0 without piece_tiles.
-/// Pieces   (of cpu.schedule and cuda.mma; sm90.warps keeps fewer and has places of its own)
+/// Pieces   (of cpu.schedule, cuda.mma and sm90.few; sm90.warps keeps fewer and has places of its own)
 ///          Worker i walks from starts[i] to starts[i + 1]. What it takes of one unit is one piece, with
 ///          piece_tiles one piece per group. A piece that is its whole unit writes the output directly,
 ///          others a partial: slot 2 i + 1 when it begins with its unit, else 2 i; with piece_tiles the slot

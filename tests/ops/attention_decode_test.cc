@@ -842,8 +842,8 @@ TEST(AttentionDecode, TheHopperRowsTakeTheirCases) {
     if (!c.sm90) continue;
     const AttentionDecodeProblem p(c, 1);
     const Tensor& k = p.args.attention.k;
-    const bool few = p.args.attention.page_table.shape[0] * k.shape[2] <= 16 && unit_rows(p.args) <= 8 &&
-                     k.shape[3] <= 128;
+    const bool few = p.args.attention.page_table.shape[0] * k.shape[2] <= attention_sm90::kFewUnits &&
+                     unit_rows(p.args) <= attention_sm90::kFewRows && k.shape[3] <= 128;
     ++cases;
     few_cases += few ? 1 : 0;
     EXPECT_EQ(attention_decode_explain(p.args, hopper).row, few ? "sm90.few" : "sm90.warps") << c.name;

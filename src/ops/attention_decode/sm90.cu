@@ -52,7 +52,7 @@ struct Sizes {
     parked_bytes = whole_lines(workers * rows * head_dim * kFloat);
     partial_bytes = whole_lines(2 * most_clusters * rows * head_dim * kFloat);
     end_bytes = whole_lines(2 * most_clusters * rows * static_cast<int64_t>(sizeof(float2)));
-    const int64_t few_rows = 2 * workers * std::min<int64_t>(rows, 8);
+    const int64_t few_rows = 2 * workers * std::min<int64_t>(rows, kFewRows);
     piece_bytes = whole_lines(few_rows * head_dim * kFloat);
     piece_end_bytes = whole_lines(few_rows * static_cast<int64_t>(sizeof(float2)));
   }

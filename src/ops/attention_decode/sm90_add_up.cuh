@@ -1,6 +1,6 @@
 #pragma once
 
-// The second kernel of sm90.few: adds up the pieces of units that were cut, in the order of their keys.
+// The second kernel of sm90.few: adds up the pieces of units that were cut, in an order that the schedule fixes.
 //
 // It is small enough to lie beside the CTAs of the walk, finds out meanwhile what it will have to do, and lets the kernel behind it
 // start before it waits: that one's copies are under way while pieces are added up.
@@ -43,7 +43,7 @@ struct AddUpTask {
   int head_kv, row_begin, rows, keys;  ///< of its request
 };
 
-/// A CTA for the workers of each cluster of the walk. Units that are cut among them it adds up whole; those that a longer unit was cut
+/// A CTA for the workers of two CTAs of the walk. Units that are cut among them it adds up whole; those that a longer unit was cut
 /// for take equal parts of that. A thread has four values of a row at a time, and takes pieces in turns with others.
 template <class T>
 class AddUp {
@@ -70,7 +70,7 @@ class AddUp {
  private:
   static constexpr int kQuads = T::kHead / 4;  ///< of a row
   static constexpr int kUnitQuadsLog2 = 3 + (kQuads == 32 ? 5 : 4);
-  static_assert(kQuads == 32 || kQuads == 16);
+  static_assert(T::kRowsPerWarp == kFewRows && kFewRows == 8 && (kQuads == 32 || kQuads == 16));
   static constexpr int kAhead = 8;                                 ///< pieces under way together
   static constexpr int kStarts = kMaxCtas * T::kWarps / kThreads;  ///< of the schedule, a thread
   static_assert(kMaxCtas * T::kWarps % kThreads == 0);
@@ -157,9 +157,11 @@ class AddUp {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     const int count = 1 << task.quads_log2, turns = kThreads >> task.quads_log2;
     const int quad = task.first_quad + (thread & (count - 1)), r = quad / kQuads;
+    const bool exists = r < p_.rows && token_of_row(p_, r) < task.rows;  // others were not left
+    const int pieces = exists ? task.pieces : 0;
     Part sum;
 #pragma unroll 1
-    for (int first = thread >> task.quads_log2; first < task.pieces; first += kAhead * turns) {
+    for (int first = thread >> task.quads_log2; first < pieces; first += kAhead * turns) {
       float2 end[kAhead];  // all under way together
       float4 value[kAhead];
 #pragma unroll
@@ -167,7 +169,7 @@ class AddUp {
         end[j] = {kNoKeys, 0.f};
         value[j] = {0.f, 0.f, 0.f, 0.f};
         const int piece = first + j * turns;
-        if (piece >= task.pieces) continue;
+        if (piece >= pieces) continue;
         const int slot = 2 * (task.first_worker + piece) + (piece == 0 ? 1 : 0);
         end[j] = p_.piece_ends[slot * T::kRowsPerWarp + r];
         value[j] = reinterpret_cast<const float4*>(p_.pieces)[slot * T::kRowsPerWarp * kQuads + quad];
@@ -212,14 +214,13 @@ class AddUp {
         if (j < parts) sum.add(part[j * count].maximum, part[j * count].weight, part[j * count].value);
       }
     }
-    finish(task, r, quad % kQuads, sum);
+    if (exists) finish(task, r, quad % kQuads, sum);
   }
 
   /// Four values of row r, as Sums::chunk has them.
   __device__ __forceinline__ void finish(const AddUpTask& task, int r, int quad, const Part& sum) const {
     const Params& a = p_.attention;
     const int token = token_of_row(p_, r);
-    if (r >= p_.rows || token >= task.rows) return;
     const int head = task.head_kv * a.group + r - token * a.group;
     const int64_t row = task.row_begin + token;
     const bool sees_keys = task.keys - task.rows + token + 1 > 0;

@@ -129,7 +129,8 @@ class Feed {
       if (++slot_ == slots_) slot_ = 0;
     }
   }
-  /// The same before the kernels ahead have ended, a box at a time: who then asks for memory does not wait behind a ring of every warp.
+  /// Before the kernels ahead have ended: all of a ring but its last box, a box at a time. Who asks for memory meanwhile does not wait
+  /// behind a ring of every warp.
   __device__ __forceinline__ void fill_in_turns() {
     for (int boxes = 1; boxes < slots_; ++boxes) {
       top_up(boxes - slots_, true);

@@ -13,8 +13,8 @@ inline constexpr int kMaxCtas = 320;  ///< of a grid
 /// Warps of a CTA. With two CTAs an SM each scheduler has two, which have all registers.
 inline constexpr int kCtaWarpsLog2 = 2, kCtaWarps = 1 << kCtaWarpsLog2;
 
-/// (request, KV head) units of a call that sm90.few takes.
-inline constexpr int kFewUnits = 16;
+/// What sm90.few takes: (request, KV head) units of a call, query rows of one.
+inline constexpr int kFewUnits = 16, kFewRows = 8;
 
 inline constexpr int kMostRows = 64;  ///< of a unit; 32 with heads of 256
 /// Floats from one row of a piece to the next: rows 2 t and 2 t + 1 of a lane land 8 t banks apart.

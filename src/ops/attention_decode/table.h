@@ -19,8 +19,8 @@ Status attention_decode_cpu(const AttentionDecodeArgs& args, const Stream& strea
 int64_t attention_decode_cpu_workspace(const AttentionDecodeArgs& args, const Stream& stream);
 
 Status attention_decode_cuda(const AttentionDecodeArgs& args, const Stream& stream);
-/// Of cuda.mma, and the most that sm90.warps needs for any call whose shapes are at most these. A smaller shape may take the
-/// other row than the one that was asked about: both ask for what covers both.
+/// Of cuda.mma, and the most that the sm90.* rows need for any call whose shapes are at most these. A smaller shape may take
+/// another row than the one that was asked about: all ask for what covers all.
 int64_t attention_decode_cuda_workspace(const AttentionDecodeArgs& args);
 int64_t attention_decode_gpu_workspace(const AttentionDecodeArgs& args, const Stream& stream);
 
@@ -30,12 +30,12 @@ int64_t attention_decode_sm90_workspace(const AttentionDecodeArgs& args);
 
 Facts attention_decode_facts(const AttentionDecodeArgs& args);
 
-/// A box of keys is what sm90.warps takes at a time: it is whole in a tile, and a page is whole in it or it in a page. Its cuts are not
+/// A box of keys is what the sm90.* rows take at a time: it is whole in a tile, and a page is whole in it or it in a page. Its cuts are not
 /// those of attention_prefill, so pieces, which promise its bits, are left to cuda.mma.
 ///
 /// Of few units each is cut for many workers, and a second kernel adds up their pieces sooner than clusters do it in rounds.
 inline constexpr Need kSm90FewNeeds[] = {{"units", Need::at_most, attention_sm90::kFewUnits},
-                                         {"unit_rows", Need::at_most, 8},
+                                         {"unit_rows", Need::at_most, attention_sm90::kFewRows},
                                          {"head_dim", Need::at_most, 128},
                                          {"head_dim", Need::power_of_two, 0},
                                          {"head_dim", Need::at_least, 64},

@@ -189,7 +189,7 @@ __global__ __launch_bounds__(
     if (warp < T::kLoaders) {
       if (threadIdx.x % 32 == 0) load();
       __syncwarp();
-      device::let_next_kernel_start();
+      if (warp == 1) device::let_next_kernel_start();  // it has waited; one thread speaks for its CTA
     }
     if (ctas > 1) device::cluster_arrive_without_fence();
     return;
@@ -328,6 +328,7 @@ __global__ __launch_bounds__(
     device::named_barrier(kAll, T::kConsumers);
     if (ctas > 1) {
       device::wait_for_cluster_writes(parts_here, 0);
+      __syncwarp();
       device::cluster_arrive_without_fence();
     }
   };
