@@ -184,23 +184,31 @@ __device__ __forceinline__ void write_weights(const Rule& p, int64_t token, cons
   if (lane == 0) p.zero_weight[token * p.zero_weight_stride] = zero_weight;
 }
 
+/// Takes one from `count` where a > b: by the borrow of their difference, in two instructions.
+__device__ __forceinline__ void take_one_if_above(int& count, uint32_t a, uint32_t b) {
+  asm("{\n.reg .u32 d;\nsub.cc.u32 d, %2, %1;\nsubc.u32 %0, %0, 0;\n}" : "+r"(count) : "r"(a), "r"(b));
+}
+
 /// How many of a row of 32 keys, one a lane, lie above this lane's; of equals those before it.
 __device__ __forceinline__ int rank_in_row(const uint32_t* row, uint32_t key, int lane) {
-  int ranks[4] = {};
+  uint4 quads[8];
 #pragma unroll
-  for (int quad = 0; quad < 8; ++quad) {
-    const auto four = *reinterpret_cast<const uint4*>(row + 4 * quad);
-    const uint32_t below = lane / 4 > quad ? key - 1 : key;
-    ranks[0] += four.x > below;
-    ranks[1] += four.y > below;
-    ranks[2] += four.z > below;
-    ranks[3] += four.w > below;
-  }
+  for (int i = 0; i < 8; ++i) quads[i] = *reinterpret_cast<const uint4*>(row + 4 * i);
   const auto four = *reinterpret_cast<const uint4*>(row + (lane & ~3));
-  ranks[0] += lane % 4 > 0 && four.x == key;
-  ranks[1] += lane % 4 > 1 && four.y == key;
-  ranks[2] += lane % 4 > 2 && four.z == key;
-  return ranks[0] + ranks[1] + (ranks[2] + ranks[3]);
+  __syncwarp();  // all are asked for before one is looked at
+  int minus_ranks[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t below = lane / 4 > i ? key - 1 : key;
+    take_one_if_above(minus_ranks[0], quads[i].x, below);
+    take_one_if_above(minus_ranks[1], quads[i].y, below);
+    take_one_if_above(minus_ranks[2], quads[i].z, below);
+    take_one_if_above(minus_ranks[3], quads[i].w, below);
+  }
+  minus_ranks[0] -= lane % 4 > 0 && four.x == key;
+  minus_ranks[1] -= lane % 4 > 1 && four.y == key;
+  minus_ranks[2] -= lane % 4 > 2 && four.z == key;
+  return -(minus_ranks[0] + minus_ranks[1] + (minus_ranks[2] + minus_ranks[3]));
 }
 
 /// The sum of all values of a warp, where each of kRows rows is first added up on its own. One exchange serves two rows, as
@@ -434,12 +442,13 @@ __device__ __forceinline__ void choose(const Rule& p, const Crew& crew, int64_t 
   for (int i = 0; i < kPerThread; ++i) {
     const int own = warp + warps * i, at = own * best + place;
     const uint32_t key = place < best ? best_keys[at] : kTaken;
-    int rank = sharer == 0 ? place : 0;
+    int minus_rank = sharer == 0 ? -place : 0;
     bool goes_on = false;
     const auto look_at = [&](int other, int quad) {
       const auto four = *reinterpret_cast<const uint4*>(best_keys + other * best + quad);
       const uint32_t below = other < own ? key - 1 : other > own ? key : ~0u;
-      rank += (four.x > below) + (four.y > below) + ((four.z > below) + (four.w > below));
+      for (const uint32_t theirs : {four.x, four.y, four.z, four.w})
+        take_one_if_above(minus_rank, theirs, below);
       goes_on |= four.w > below;
     };
     const auto of_all_sharers = [&](int v) {
@@ -448,14 +457,13 @@ __device__ __forceinline__ void choose(const Rule& p, const Crew& crew, int64_t 
     };
 #pragma unroll 2
     for (int other = sharer; other < rows; other += share) look_at(other, 0);
-    int in_all = of_all_sharers(rank);
-    if (best > 4 && __any_sync(kAllLanes, goes_on && key != kTaken && in_all < p.top_k)) {
+    int rank = of_all_sharers(-minus_rank);
+    if (best > 4 && __any_sync(kAllLanes, goes_on && key != kTaken && rank < p.top_k)) {
 #pragma unroll 1
       for (int other = sharer; other < rows; other += share)
         for (int quad = 4; quad < best; quad += 4) look_at(other, quad);
-      in_all = of_all_sharers(rank);
+      rank = of_all_sharers(-minus_rank);
     }
-    rank = in_all;
     if (sharer > 0 || key == kTaken || rank >= p.top_k) continue;
     chosen[rank] = best_experts[at];
     chosen_scores[rank] =
