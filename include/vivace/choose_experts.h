@@ -12,7 +12,7 @@ struct ChooseExpertsArgs {
 };
 
 /// router_gemm and route_top_k in one call: the logits of a router, the experts that each token chooses by them, and
-/// their weights. A row for Hopper does both in one kernel for up to 64 tokens; the logits then need not reach memory. Every other call
+/// their weights. A row for Hopper does both in one kernel for 17 to 64 tokens; the logits then need not reach memory. Every other call
 /// is the two, which count themselves (`vivace/dispatch.h`); a preferred row of one of them asks for that, too.
 ///
 /// Shapes   as router_gemm and route_top_k have them, with the same tokens and experts. logits.scores may be absent; choice.scores

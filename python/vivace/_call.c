@@ -375,10 +375,10 @@ static PyObject* bind(PyObject* module, PyObject* args) {
     PyErr_SetString(PyExc_ValueError, "vivace._call: needs a site that has no parameters");
     return NULL;
   }
-  site->recorders = Py_NewRef(recorders);
   for (Py_ssize_t i = 0; i < PyTuple_Size(parameters); ++i) {
     if (!add_parameter(site, PyTuple_GetItem(parameters, i))) return NULL;
   }
+  site->recorders = Py_NewRef(recorders);
   return PyCFunction_New(&DIRECT, capsule);
 }
 

@@ -8,7 +8,7 @@ same prompts of token ids, greedy, and the load of the engine's own benchmark cl
 and its report of both sides: what `vivace bench serve --compare` writes, as verify.html beside the JSON.
 
 Ends with 0 when all was measured and outputs agree as far as --least-agreement asks, with 1 when they do not, with 2 when a side
-could not be run; the engine's log then says why.
+could not be run, which the engine's log then explains, or was not to be: the flags do not fit.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ ENGINES = {
                 "--random-range-ratio", "1", "--num-prompts", "{requests}", "--max-concurrency", "{concurrency}", "--output-file", "{path}"),
         tpot_ms=_named),
 }
+
+
+# What stands after -- may not be: where the server listens, what it runs, and files of flags, which may say both.
+OWN_FLAGS = ("--host", "--port", "--model", "--model-path", "--served-model-name", "--config")
 
 
 class Trouble(Exception):
@@ -165,7 +169,7 @@ def side(engine: Engine, name: str, args: argparse.Namespace, prompts: list[list
     port, path = _free_port(), folder / f"verify.{name}.client.json"
     values = {"model": args.model, "port": port, "input": args.input_len, "output": args.output_len, "requests": args.requests,
               "concurrency": args.concurrency, "folder": folder, "file": path.name, "path": path}
-    flags = [*(engine.plugin if name == "plugin" else ()), *args.engine_flags]
+    flags = [*args.engine_flags, *(engine.plugin if name == "plugin" else ())]  # an engine heeds the last of two
     command = [part.format(**values) for part in engine.serve] + flags
     environment = {} if name == "plugin" else engine.without
     log = folder / f"verify.{name}.log"
@@ -187,12 +191,13 @@ def side(engine: Engine, name: str, args: argparse.Namespace, prompts: list[list
 
 def _check(engine: Engine, args: argparse.Namespace) -> None:
     """What would be noticed after an engine has run, or never."""
-    own = ("--host", "--port", *(flag for flag in engine.plugin if flag.startswith("--")))
+    own = {*OWN_FLAGS, *(flag for flag in engine.plugin if flag.startswith("--"))}
     for flag in args.engine_flags:
-        if flag.partition("=")[0] in own:
-            raise Trouble(f"{flag} after --: this program sets {flag.partition('=')[0]} itself")
+        name = flag.partition("=")[0].replace("_", "-")  # engines take either
+        if name in own or (name.startswith("--") and "attention-backend" in name):
+            raise Trouble(f"{flag} after --: this program sets {name} itself")
     if args.vivace and shutil.which(args.vivace) is None:
-        raise Trouble(f"--vivace: {args.vivace}: there is no such program")
+        raise Trouble(f"--vivace: {args.vivace}: there is no such program that can be run")
 
 
 def verify(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
@@ -251,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--vivace", metavar="PROGRAM", help="the program, for its own load and report")
     add("--prompts", 16, "greedy prompts that are compared", type=_flags.whole(1, 10**6), metavar="N")
     add("--vocab", 32000, "prompts are token ids below this", type=_flags.whole(1, 2**31 - 1), metavar="N")
-    add("--input-len", 256, "tokens of a prompt, in the comparison and under load", type=_flags.whole(1, 10**6), metavar="N")
+    add("--input-len", 256, "tokens of a prompt, in the comparison and of the engine's client", type=_flags.whole(1, 10**6), metavar="N")
     add("--output-len", 64, "tokens that follow it", type=_flags.whole(1, 10**6), metavar="N")
     add("--requests", 64, "of the load under which tokens are timed", type=_flags.whole(1, 10**6), metavar="N")
     add("--concurrency", 16, "requests at a time", type=_flags.whole(1, 10**5), metavar="N")

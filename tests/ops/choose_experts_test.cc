@@ -188,8 +188,8 @@ std::string row_on_hopper(int64_t tokens, int64_t experts, Dispatch* dispatch = 
 }
 TEST(ChooseExperts, OneKernelWhereItIsFaster) {
   for (const int64_t experts : {128, 149, 192}) {
-    for (const int64_t tokens : {1, 17, 64}) EXPECT_EQ(row_on_hopper(tokens, experts), "sm90.cluster");
-    EXPECT_EQ(row_on_hopper(65, experts), "cuda.two_calls");
+    for (const int64_t tokens : {17, 32, 64}) EXPECT_EQ(row_on_hopper(tokens, experts), "sm90.cluster");
+    for (const int64_t tokens : {1, 16, 65}) EXPECT_EQ(row_on_hopper(tokens, experts), "cuda.two_calls");
   }
   for (const int64_t experts : {127, 193}) EXPECT_EQ(row_on_hopper(32, experts), "cuda.two_calls");
   Dispatch dispatch;

@@ -109,7 +109,10 @@ class Verify(unittest.TestCase):
     def test_what_is_seen_before_an_engine_runs(self):
         for said, *args in (("--port=5 after --: this program sets --port itself", "--", "--port=5"),
                             ("--plugin after --: this program sets --plugin itself", "--", "--break", "--plugin"),
-                            ("--vivace: ./no-such-program: there is no such program", "--vivace", "./no-such-program")):
+                            ("--served_model_name=x after --: this program sets --served-model-name itself", "--", "--served_model_name=x"),
+                            ("--decode-attention-backend=fa3 after --: this program sets --decode-attention-backend itself", "--",
+                             "--decode-attention-backend=fa3"),
+                            ("--vivace: ./no-such-program: there is no such program that can be run", "--vivace", "./no-such-program")):
             code, out, err = self.run_it(*args)
             self.assertEqual((code, out, err), (2, "", f"vivace.verify: {said}\n"))
         self.assertFalse(list(self.folder.glob("*.log")))

@@ -158,11 +158,6 @@ Status check_and_time(OpResult& result, PreparedOp& prepared, int64_t replays, c
     return error(Code::internal, "the output differs from the reference by NaN");
   }
   VIVACE_TRY_ASSIGN(result.timing, time_graph(prepared, replays, stream));
-  if (PreparedOp* ahead = prepared.ahead(); ahead != nullptr) {
-    VIVACE_TRY_ASSIGN(const Timing alone, time_graph(*ahead, replays, stream));
-    for (double* us : {&result.timing.median_us, &result.timing.p10_us, &result.timing.p90_us})
-      *us -= alone.median_us;
-  }
   const Floor floor = prepared.floor();
   result.floor_us = floor.us();
   if (!result.baseline) result.formula_us = prepared.formula_us();

@@ -33,8 +33,6 @@ class PreparedOp {
   virtual int64_t sets() const = 0;
   /// Enqueues the call of one set.
   virtual Status call(int64_t set, const Stream& stream) = 0;
-  /// What call() enqueues ahead of what is timed: what that takes alone is left out. Null: nothing.
-  virtual PreparedOp* ahead() { return nullptr; }
   virtual Floor floor() const = 0;
   /// What the formula of the suite's targets gives for the bytes and operations of this very case; absent where there is none.
   virtual std::optional<double> formula_us() const { return std::nullopt; }

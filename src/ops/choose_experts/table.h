@@ -23,10 +23,11 @@ struct TwoCalls {
 };
 TwoCalls two_calls_of(const ChooseExpertsArgs& args, void* scores);
 
-// Where one kernel was measured to be faster than two in steps of a model, 128 and 192 experts of 4,096: with more tokens clusters
-// come in turns.
+// Where one kernel was measured to be faster than two, with 32 and 64 tokens, 128 and 192 experts of 4,096: with fewer tokens router_gemm's
+// sm90_few.cu loads the weight by more SMs, with more clusters come in turns.
 inline constexpr Need kChooseExpertsClusterNeeds[] = {
     {"compute_capability", Need::equals, 90},
+    {"tokens", Need::at_least, 17},
     {"tokens", Need::at_most, 64},
     {"experts", Need::at_least, 128},
     {"experts", Need::at_most, 192},
