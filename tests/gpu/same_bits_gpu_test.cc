@@ -425,6 +425,21 @@ TEST(SameBits, AttentionDecodeOfBatchesThatTakeTurns) {
       }
       ASSERT_EQ(std::memcmp(bits, first[turn % 2].data(), first[turn % 2].size()), 0) << "turn " << turn;
     }
+    // One behind the other with no wait between, each beginning before those ahead have ended.
+    for (int turn = 0; turn < 64; ++turn) {
+      AttentionDecodeProblem& p = *batches[turn / 2 % 2].problem;
+      if (turn % 4 == 0) {
+        for (Recorded<AttentionDecodeProblem>& b : batches)
+          std::memset(b.problem->output.as<char>(), 0x55, static_cast<size_t>(b.problem->output.bytes()));
+      }
+      p.args.old_keys_ready = true;
+      ASSERT_OK(attention_decode(p.args, stream));
+      if (turn % 4 < 3) continue;
+      ASSERT_OK(wait(stream));
+      for (int i = 0; i < 2; ++i)
+        ASSERT_EQ(std::memcmp(batches[i].problem->output.as<char>(), first[i].data(), first[i].size()), 0)
+            << "batch " << i << ", turn " << turn;
+    }
     EXPECT_TRUE(workspace.canaries_intact());
   }
 }
