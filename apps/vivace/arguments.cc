@@ -807,7 +807,7 @@ void add_bench_serve(CLI::App& bench, BenchServeArgs& a) {
       "  vivace bench serve --model model.gguf --workload uniform --rate 0.5 --json result.json\n"
       "  vivace bench serve --url http://127.0.0.1:8000 --rate 2 --slo ttft=500ms,tpot=50ms\n"
       "  vivace bench serve --url http://127.0.0.1:8000 --dataset prompts.jsonl --api-key-file key\n"
-      "  vivace bench serve --model model.gguf --against \"--prefer linear=reference\" --report "
+      "  vivace bench serve --model model.gguf --against \"--max-batch 4\" --report "
       "compare.html\n"
       "  vivace bench serve --compare before.json after.json");
   add_url(c,
@@ -817,7 +817,7 @@ void add_bench_serve(CLI::App& bench, BenchServeArgs& a) {
   const auto against = std::make_shared<std::string>();
   filled(
       c, "--against", "FLAGS",
-      "Compare with this: flags of the engine that differ, such as \"--prefer linear=reference\", or --url",
+      "Compare with this: flags of the engine that differ, such as \"--max-batch 4\", or --url",
       *against);
   c.add_option("--compare", a.compare_files, "Two files of --json, side by side; nothing is run")
       ->type_name("FILE")
@@ -987,7 +987,7 @@ void add_ops(CLI::App& app, OpsArgs& ops, OpsExplainArgs& explain, OpsScheduleAr
       "would not: in\n"
       "a decode step, and in a prompt chunk as long as --token-budget and the context allow. "
       "Layers that agree\n"
-      "are shown together. With --device cuda on a machine without a GPU, rows are those of an H200.",
+      "are shown together. With --device cuda on a machine without a GPU, rows are those of an H200,\nin a build with CUDA.",
       "Examples:\n"
       "  vivace ops explain --model model.gguf\n"
       "  vivace ops explain --model model.gguf --batch 8 --prefer linear=reference --json");

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from typing import Callable
 
 
@@ -27,3 +29,11 @@ def between(low: float, high: float) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text!r}, needs a number from {low:g} to {high:g}")
         return value
     return number
+
+
+def say(text: str) -> None:
+    """Prints it; a reader that has closed the pipe wants no more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at its end

@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError) as error:
         print(f"vivace.explanation: {str(error).removeprefix('vivace.explain: ')}", file=sys.stderr)
         return 1
-    print(answer)
+    _flags.say(str(answer))
     return 0
 
 

@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Trouble as problem:
         print(f"vivace.verify: {problem}", file=sys.stderr)
         return 2
-    print(text_of(report))
+    _flags.say(text_of(report))
     return 0 if report["agreement"]["common_share"] >= args.least_agreement else 1
 
 

@@ -108,6 +108,9 @@ Result<ScoreResult> score_windows(Model& model, std::span<const int32_t> ids, co
     const int64_t begin = w * options.window;
     const auto window = ids.subspan(begin, std::min(options.window, length - begin));
     VIVACE_TRY_ASSIGN(const double part, scorer.window(window));
+    if (std::isnan(part))
+      return error(Code::internal,
+                   "score: the logits of window {} are not numbers (NaN), so the text has no perplexity", w);
     sum += part;
     result.tokens += static_cast<int64_t>(window.size()) - 1;
     if (options.progress) options.progress(w + 1, windows);

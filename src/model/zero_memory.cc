@@ -17,7 +17,8 @@ Result<ZeroMemory> ZeroMemory::reserve(int64_t bytes, const char* what) {
   void* address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) {
-    return error(Code::out_of_memory, "{}: the system refuses {} bytes ({})", what, bytes,
+    return error(Code::out_of_memory,
+                 "{}: the system refuses {} bytes ({}); fewer or shorter requests need less", what, bytes,
                  std::strerror(errno));
   }
   // A huge page would make 2 MiB resident for the first token of every layer.

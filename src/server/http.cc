@@ -595,7 +595,9 @@ Status ServerImpl::start() {
   accept_again_.emplace(first.context);
   const tcp::endpoint endpoint(address, static_cast<unsigned short>(options_.port));
   const auto refused = [&](const char* what) {
-    return io_error("server: cannot {} {} port {}: {}", what, options_.host, options_.port, ec.message());
+    const bool taken = ec == asio::error::address_in_use;
+    return io_error("server: cannot {} {} port {}: {}{}", what, options_.host, options_.port, ec.message(),
+                    taken ? "; port 0 takes one that is free" : "");
   };
   if (acceptor_->open(endpoint.protocol(), ec)) return refused("open a socket for");
   acceptor_->set_option(tcp::acceptor::reuse_address(true), ec);

@@ -54,7 +54,7 @@ void Metrics::count_answer(std::string_view path, int status) {
 std::string Metrics::text(const Engine& engine, const HttpStats& http) const {
   std::string out;
   head(out, "vivace_requests_total", "counter",
-       "Answered requests by path and status; 499: the client left first");
+       "Answered requests by path and status; 499: the client left before an answer began");
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [key, count] : answers_)

@@ -78,6 +78,18 @@ class Score(Case):
         self.assertIn("inputs: cannot be written: File too large", run.err)
         self.assertEqual(run.text, self.ok(*score).text)
 
+    def test_a_model_that_gives_no_numbers(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(shutil.copytree(QWEN, pathlib.Path(folder) / "model"))
+            path = copy / "model.safetensors"
+            data = bytearray(path.read_bytes())
+            end = 8 + struct.unpack("<Q", data[:8])[0]
+            begin = end + json.loads(data[8:end])["model.norm.weight"]["data_offsets"][0]
+            data[begin:begin + 2] = struct.pack("<H", 0x7fc0)
+            path.write_bytes(data)
+            self.fails(1, "the logits of window 0 are not numbers (NaN), so the text has no perplexity", "score", "--model", copy, "--text-file",
+                       QWEN / "sample.txt", "--window", 128, "--max-windows", 1, "--separator-id", 0)
+
     def test_failures(self):
         base = ["score", "--model", QWEN, "--window", 128]
         self.fails(1, "/nowhere/text.txt", *base, "--text-file", "/nowhere/text.txt")

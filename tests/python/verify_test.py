@@ -245,6 +245,11 @@ class Explain(unittest.TestCase):
                 self.assertEqual((code, out, err.count("\n")), (1, "", 1), err)
                 self.assertIn(said, err)
             path.write_text(json.dumps(QWEN))
+            reader, writer = os.pipe()
+            os.close(reader)  # who read the answer has gone
+            done = subprocess.run([sys.executable, "-m", "vivace.explanation", str(path)], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+            os.close(writer)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
             self.assertEqual(ended(str(path)), (0, f"{vivace.explain(QWEN)}\n", ""))
             for wrong in (["--tp", "0"], ["--tp", "x"], ["--page-tokens", "-1"], ["--kv-dtype", "f8"], ["--compute-capability", "5000"]):
                 code, out, err = ended(str(path), *wrong)
