@@ -89,6 +89,8 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _empty(like: torch.Tensor, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    if dtype not in DTYPES:  # who compiles a call gets this as it is
+        raise ValueError(f"vivace: the type of an output is {dtype!r}, needs one of {', '.join(DTYPES)}")
     return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)
 
 

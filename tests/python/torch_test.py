@@ -387,6 +387,9 @@ class Torch(unittest.TestCase):
                                x[:, None], experts[None], experts[None], ids, torch.tensor(1), ids[:, 0]))):
             with self.assertRaisesRegex((TypeError, ValueError), f"^{said}"):
                 call()
+        compiled = torch.compile(lambda x: vivace.linear(x, x, out_dtype="q8_0"), backend="eager")
+        with self.assertRaisesRegex(Exception, "the type of an output is 'q8_0', needs one of f32, "):
+            compiled(x)
 
     def test_parameters_and_views(self):
         x, weight = torch.randn(3, 2, 64), torch.nn.Parameter(torch.ones(64), requires_grad=False)

@@ -227,13 +227,10 @@ class Worker {
         if (token >= segment.rows) continue;
         const int head = segment.head_kv * a.group + row_of(b, c) - token * a.group;
         const int64_t row = segment.row_begin + token;
-        const bool sees_keys = last_key(segment, token) > 0;
-        const RowEnd end(a, sees_keys, sums.maximum[b][c], sums.weight[b][c], head);
-        if (a.lse != nullptr && lane < 4) a.lse[row * a.lse_stride[0] + head * a.lse_stride[1]] = end.lse;
-        const int64_t at = row * a.output_stride[0] + head * a.output_stride[1];
-        sums.for_each_pair(b, c, [&](int d, float v0, float v1) {
-          store_two<T>(a, at + d, sees_keys ? v0 * end.scale : 0.f, sees_keys ? v1 * end.scale : 0.f);
-        });
+        const RowOutput output(a, row, head, last_key(segment, token) > 0, sums.maximum[b][c],
+                               sums.weight[b][c], lane < 4);
+        sums.for_each_pair(
+            b, c, [&](int d, float v0, float v1) { store_two<T>(a, output.at + d, output(v0), output(v1)); });
       }
     }
   }

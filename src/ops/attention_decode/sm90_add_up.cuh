@@ -16,20 +16,16 @@ struct Part {
   float maximum = kNoKeys, weight = 0.f;
   float4 value = {0.f, 0.f, 0.f, 0.f};
 
-  /// On sums of this maximum when they join others of maximum `most`; 0 for what saw nothing.
-  __device__ __forceinline__ static float factor(float maximum, float most) {
-    return exp2_of(__fsub_rn(maximum, most == kNoKeys ? 0.f : most));
-  }
   /// Measures from `most`, no smaller than the maximum.
   __device__ __forceinline__ void raise(float most) {
-    const float by = factor(maximum, most);
+    const float by = factor_of(maximum, most);
     maximum = most;
     weight = __fmul_rn(weight, by);
     value = {__fmul_rn(value.x, by), __fmul_rn(value.y, by), __fmul_rn(value.z, by), __fmul_rn(value.w, by)};
   }
   /// Adds what was measured from its_maximum, which is no larger.
   __device__ __forceinline__ void add(float its_maximum, float its_weight, const float4& v) {
-    const float by = factor(its_maximum, maximum);
+    const float by = factor_of(its_maximum, maximum);
     weight = __fmaf_rn(its_weight, by, weight);
     value = {__fmaf_rn(v.x, by, value.x), __fmaf_rn(v.y, by, value.y), __fmaf_rn(v.z, by, value.z),
              __fmaf_rn(v.w, by, value.w)};
@@ -223,14 +219,11 @@ class AddUp {
     const int token = token_of_row(p_, r);
     const int head = task.head_kv * a.group + r - token * a.group;
     const int64_t row = task.row_begin + token;
-    const bool sees_keys = task.keys - task.rows + token + 1 > 0;
-    const RowEnd end(a, sees_keys, sum.maximum, sum.weight, head);
-    if (a.lse != nullptr && quad == 0) a.lse[row * a.lse_stride[0] + head * a.lse_stride[1]] = end.lse;
-    const int64_t at = row * a.output_stride[0] + head * a.output_stride[1];
+    const RowOutput output(a, row, head, task.keys - task.rows + token + 1 > 0, sum.maximum, sum.weight,
+                           quad == 0);
     const int k = quad / 8, q = quad % 8;
-    const auto scaled = [&](float v) { return sees_keys ? v * end.scale : 0.f; };
-    store_two<T>(a, at + Sums<T>::dimension(2 * k, q), scaled(sum.value.x), scaled(sum.value.y));
-    store_two<T>(a, at + Sums<T>::dimension(2 * k + 1, q), scaled(sum.value.z), scaled(sum.value.w));
+    store_two<T>(a, output.at + Sums<T>::dimension(2 * k, q), output(sum.value.x), output(sum.value.y));
+    store_two<T>(a, output.at + Sums<T>::dimension(2 * k + 1, q), output(sum.value.z), output(sum.value.w));
   }
 
   const Sm90Params& p_;

@@ -385,25 +385,17 @@ class Merge {
     if (place.head < 0) return;
     const Params& a = p_.attention;
     const bool sees_keys = place.row >= 0;
-    const int64_t row = sees_keys ? place.row : ~place.row;
-    const RowEnd end(a, sees_keys, maximum, weight, place.head);
-    if (a.lse != nullptr && lane_ == 0) a.lse[row * a.lse_stride[0] + place.head * a.lse_stride[1]] = end.lse;
-    const int64_t at = row * a.output_stride[0] + place.head * a.output_stride[1];
+    const RowOutput output(a, sees_keys ? place.row : ~place.row, place.head, sees_keys, maximum, weight,
+                           lane_ == 0);
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
 #pragma unroll
       for (int e = 0; e < kLoad; e += 2) {
         const int value = column(load) + e, k = value / 32, q = value % 32 / 4, step = 2 * k + value % 4 / 2;
-        const float v0 = sees_keys ? sum[load].v[e] * end.scale : 0.f,
-                    v1 = sees_keys ? sum[load].v[e + 1] * end.scale : 0.f;
-        store_two<T>(a, at + Sums<T>::dimension(step, q), v0, v1);
+        store_two<T>(a, output.at + Sums<T>::dimension(step, q), output(sum[load].v[e]),
+                     output(sum[load].v[e + 1]));
       }
     }
-  }
-
-  /// On a part's sums when they join others of this maximum; 0 for a part that saw nothing.
-  __device__ __forceinline__ static float factor_of(float part_maximum, float maximum) {
-    return exp2_of(__fsub_rn(part_maximum, maximum == kNoKeys ? 0.f : maximum));
   }
 
   const Sm90Params& p_;

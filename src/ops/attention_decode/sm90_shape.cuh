@@ -138,6 +138,28 @@ struct Shared {
   }
 };
 
+/// On sums of this maximum when they join others of maximum `most`; 0 for what saw nothing.
+__device__ __forceinline__ float factor_of(float maximum, float most) {
+  return exp2_of(__fsub_rn(maximum, most == kNoKeys ? 0.f : most));
+}
+
+/// Of a row whose sums are complete: where its values begin, and what becomes of one. Whoever leads stores its lse.
+struct RowOutput {
+  int64_t at;
+  float scale;
+  bool sees_keys;
+
+  __device__ __forceinline__ RowOutput(const Params& p, int64_t row, int head, bool sees_keys, float maximum,
+                                       float weight, bool leads)
+      : sees_keys(sees_keys) {
+    const RowEnd end(p, sees_keys, maximum, weight, head);
+    scale = end.scale;
+    if (p.lse != nullptr && leads) p.lse[row * p.lse_stride[0] + head * p.lse_stride[1]] = end.lse;
+    at = row * p.output_stride[0] + head * p.output_stride[1];
+  }
+  __device__ __forceinline__ float operator()(float sum) const { return sees_keys ? sum * scale : 0.f; }
+};
+
 /// A pair of neighbouring outputs; `at` is even and the row aligned to a pair.
 __device__ __forceinline__ void store_pair(const Params& p, int64_t at, float v0, float v1) {
   if (p.output_type == DType::bf16) {
